@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from made_up_devices import even
 from tightfit.errors import LeverError
-from tightfit.integrations.joined import ALONE, joined_by
+from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.integrations.planning import GuestStep, PlanSettings, plan_for_all
 from tightfit.step import model_loss
 from tiny import decoder, token_batch
@@ -36,14 +36,14 @@ def one_rank():
 def test_a_guests_plan_has_the_buckets_of_its_own_ddp(one_rank, monkeypatch):
     monkeypatch.setattr("tightfit.planner.request.lookup", lambda device: even())
     model = decoder(num_layers=1)
-    joined = joined_by(DistributedDataParallel(model, gradient_as_bucket_view=True), "MemoryBudget", no_sync=False)
+    joined = ranks_of_model(DistributedDataParallel(model, gradient_as_bucket_view=True), "MemoryBudget", no_sync=False)
     assert joined.arguments == {
         "world_size": 1, "parallel": "ddp", "ddp": {"gradient_as_bucket_view": True, "no_sync": False},
     }  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters())
     plans = [
         plan_for_all(
-            GuestStep(model, model_loss, optimizer, torch.device("cpu"), joined=ranks),
+            GuestStep(model, model_loss, optimizer, torch.device("cpu"), ranks=ranks),
             [token_batch(2, 32)],
             PlanSettings("4GiB"),
         )
@@ -66,9 +66,9 @@ def test_what_no_rank_is_played_with_is_one_line(one_rank):
         (torch.nn.DataParallel(decoder(num_layers=1)), "MemoryBudget: the model is wrapped in DataParallel"),
     ):
         with pytest.raises(LeverError, match=line):
-            joined_by(model, "MemoryBudget")
+            ranks_of_model(model, "MemoryBudget")
     with pytest.raises(LeverError, match="recover=True repeats a step, and ranks exchange gradients in it"):
-        joined_by(DistributedDataParallel(decoder(num_layers=1)), "MemoryBudget").refuse_recovery("MemoryBudget")
+        ranks_of_model(DistributedDataParallel(decoder(num_layers=1)), "MemoryBudget").refuse_recovery("MemoryBudget")
     assert ALONE.refuse_recovery("MemoryBudget") is None
 
 

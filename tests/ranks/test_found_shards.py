@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_st
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tightfit.errors import LeverError
-from tightfit.integrations.joined import ALONE, joined_by
+from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.levers.recompute.lever import apply_rule
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.step_figures import fingerprint
@@ -111,11 +111,11 @@ def test_gathered_weights_are_let_go_of_first(rank):
     model = fully_shard(decoder(num_layers=1))
     model.unshard()
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    joined = joined_by(model, "apply_budget", shards_no_sync=True)
+    joined = ranks_of_model(model, "apply_budget", shards_no_sync=True)
     assert joined.world == World(RANKS, sharding=Sharding(False), shards=joined.shards)
     assert joined.shards.no_sync
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    assert joined_by(decoder(num_layers=1), "apply_budget") is ALONE
+    assert ranks_of_model(decoder(num_layers=1), "apply_budget") is ALONE
 
 
 def of_tensor_parallel(mesh):
@@ -196,13 +196,13 @@ def of_fsdp1():
 )
 def test_what_no_rank_is_played_with_is_one_line(rank, made, line):
     with pytest.raises(LeverError, match=f"^apply_budget: .*({line})") as caught:
-        joined_by(made(), "apply_budget")
+        ranks_of_model(made(), "apply_budget")
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 
 
 def test_what_needs_the_whole_model_is_one_line(rank):
-    joined = joined_by(fully_shard(decoder(num_layers=1)), "MemoryBudget")
+    joined = ranks_of_model(fully_shard(decoder(num_layers=1)), "MemoryBudget")
     for refuse, line in (
         (joined.refuse_recovery, "recover=True repeats a step"),
         (joined.refuse_verification, "verify=True compares whole models"),
@@ -217,7 +217,7 @@ def test_only_one_rank_shows_a_refusal(monkeypatch, capsys):
     with fake_process_group(1, RANKS):
         monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: print(value))
         with pytest.raises(LeverError) as caught:
-            joined_by(hybrid(), "apply_budget")
+            ranks_of_model(hybrid(), "apply_budget")
         sys.excepthook(LeverError, caught.value, None)
         assert capsys.readouterr().out == ""
         sys.excepthook(LeverError, LeverError("of the script itself"), None)
@@ -226,7 +226,7 @@ def test_only_one_rank_shows_a_refusal(monkeypatch, capsys):
 
 def test_what_was_learnt_of_real_shards_serves_no_played_ones_and_the_other_way_round(rank):
     model = fully_shard(decoder(num_layers=1))
-    joined, weight = joined_by(model, "apply_budget"), next(model.parameters()).detach()
+    joined, weight = ranks_of_model(model, "apply_budget"), next(model.parameters()).detach()
 
     def learns():
         known, unknown = looked_up()

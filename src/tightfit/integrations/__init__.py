@@ -1,1 +1,1 @@
-"""Plans inside other libraries' training loops (guests). Each guest is imported only by its own module."""
+"""Plans inside other libraries' training loops. Each library is imported only by its own module."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from tightfit.integrations.applied_plans import note, take_off_earlier
 from tightfit.integrations.checkpointing import take_over, what_is_taken_over
-from tightfit.integrations.in_force import note, take_off_earlier
-from tightfit.integrations.joined import joined_by
+from tightfit.integrations.model_ranks import ranks_of_model
 from tightfit.integrations.planning import GuestStep, PlanSettings, own_peak, plan_for_all
 from tightfit.planner.apply import AppliedPlan
 from tightfit.ranks.processes.once import is_first
@@ -55,7 +55,7 @@ def apply_budget(
     """
     every_batch: Any = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     defers = accelerator.is_fsdp2 and not every_batch
-    joined = joined_by(model, "apply_budget", no_sync=not every_batch, shards_no_sync=defers)
+    ranks = ranks_of_model(model, "apply_budget", no_sync=not every_batch, shards_no_sync=defers)
     model = without_ddp(model)
     take_off_earlier(model)
     mixed: Any = accelerator.mixed_precision
@@ -67,7 +67,7 @@ def apply_budget(
         precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
         accumulated=accelerator.gradient_accumulation_steps,
         grad_clip=grad_clip,
-        joined=joined,
+        ranks=ranks,
     )
     plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
     # The user's checkpointing inside planned blocks would recompute twice, so the plan is made with it switched off.

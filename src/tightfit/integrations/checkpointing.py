@@ -16,7 +16,7 @@ SWITCH = "gradient_checkpointing"  # the attribute of a layer or model that `tra
 
 
 class TakenOver:
-    """The guest's own checkpointing, switched off while a plan is in force. `remove()` switches it on again."""
+    """The library's own checkpointing, switched off while a plan is in force. `remove()` switches it on again."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         self._modules = modules
@@ -28,7 +28,7 @@ class TakenOver:
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """A context in which the guest's own checkpointing is on."""
+        """A context in which the library's own checkpointing is on."""
         self._switch(True)
         try:
             yield

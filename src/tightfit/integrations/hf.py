@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from tightfit.errors import InputError, LeverError, VerificationFailed
+from tightfit.integrations.applied_plans import ReplaceablePlan, note, take_off_earlier
 from tightfit.integrations.batches import checked_length
 from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
-from tightfit.integrations.guests import missing
-from tightfit.integrations.in_force import PlanInForce, note, take_off_earlier
-from tightfit.integrations.joined import ALONE, joined_by
+from tightfit.integrations.missing import missing_package
+from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
@@ -43,7 +43,7 @@ from tightfit.verification import verify
 try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
-    raise missing("transformers", "tightfit[hf]") from error
+    raise missing_package("transformers", "tightfit[hf]") from error
 
 __all__ = ["FrugalTrainer", "MemoryBudget"]
 
@@ -101,7 +101,7 @@ class MemoryBudget(TrainerCallback):
         every_batch: Any = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         # Of a model that `transformers` has sharded itself, the trainer is the one that holds messages back.
         shards = trainer.accelerator.is_fsdp2 or getattr(trainer, "is_distributed_loading_by_transformers", False)
-        self._joined = joined_by(
+        self._joined = ranks_of_model(
             trainer.model_wrapped, who, no_sync=not every_batch, shards_no_sync=shards and not every_batch
         )
         if self.recovers:
@@ -120,7 +120,7 @@ class MemoryBudget(TrainerCallback):
                 taken.remove()
             raise
         parts: list[Removable] = [] if taken is None else [taken]
-        in_force = PlanInForce(self.plan, model)
+        in_force = ReplaceablePlan(self.plan, model)
         self._applied = Applied([*parts, in_force])
         note(self._applied, model)
         if self.recovers:
@@ -151,7 +151,7 @@ class MemoryBudget(TrainerCallback):
             self.recovery = None
         self._applied.undo()
 
-    def _recovery(self, trainer: Trainer, model: Any, in_force: PlanInForce) -> GuestRecovery:
+    def _recovery(self, trainer: Trainer, model: Any, in_force: ReplaceablePlan) -> GuestRecovery:
         optimizer: Any = trainer.optimizer
 
         def replan(bound_bytes: int) -> Plan:

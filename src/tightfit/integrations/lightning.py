@@ -20,13 +20,11 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import LeverError
+from tightfit.integrations.applied_plans import ReplaceablePlan
 from tightfit.integrations.batches import checked_length
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.extents import Extents
 from tightfit.integrations.flattened import flattened
-from tightfit.integrations.guests import missing
-from tightfit.integrations.in_force import PlanInForce
-from tightfit.integrations.joined import ALONE, joined_by
 from tightfit.integrations.lightning_step import (
     SkippedBatch,
     keeps_gradients,
@@ -36,6 +34,8 @@ from tightfit.integrations.lightning_step import (
     step_traits,
     watch_closures,
 )
+from tightfit.integrations.missing import missing_package
+from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.levers.handle import Applied
@@ -68,7 +68,7 @@ def _base() -> type:
             return importlib.import_module(package).Callback
         except ImportError:
             continue
-    raise missing("lightning (or pytorch_lightning)", "tightfit[lightning]")
+    raise missing_package("lightning (or pytorch_lightning)", "tightfit[lightning]")
 
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class MemoryBudget(Callback):
         self.own_peak_bytes: int | None = None  # of the gradient checkpointing that is taken over
         self.recovery: GuestRecovery | None = None  # with `recover`, while a training runs
         self._applied: Applied | None = None
-        self._in_force: PlanInForce | None = None
+        self._in_force: ReplaceablePlan | None = None
         self._batch: tuple[Any, int] = (None, 0)
         self._extents = Extents()
         self._joined = ALONE  # the ranks of the training
@@ -131,7 +131,7 @@ class MemoryBudget(Callback):
         self._extents = Extents()
         refuse_wrapped(pl_module, "MemoryBudget")
         # A rank plans when one of its batches needs it, and the others need not know.
-        self._joined = joined_by(trainer.strategy.model, "MemoryBudget", shares=False)
+        self._joined = ranks_of_model(trainer.strategy.model, "MemoryBudget", shares=False)
         refuse_unplannable(trainer, pl_module)
         if self.recovers:
             self._joined.refuse_recovery("MemoryBudget")
@@ -235,7 +235,7 @@ class MemoryBudget(Callback):
         taken = take_over(model)
         if taken is not None and is_first():
             logger.warning(what_is_taken_over(self.own_peak_bytes, plan.peak_bytes))
-        self._in_force = PlanInForce(plan, model)
+        self._in_force = ReplaceablePlan(plan, model)
         self._applied = Applied([*([] if taken is None else [taken]), self._in_force])
 
     def _longest(self, flat: Flattened) -> Batch:

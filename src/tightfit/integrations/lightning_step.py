@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import LeverError, ModelError
-from tightfit.integrations.joined import ALONE, Joined
+from tightfit.integrations.model_ranks import ALONE, ModelRanks
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.runtime.nested import Flattened
@@ -46,7 +46,7 @@ def refuse_unplannable(trainer: Any, module: Any) -> None:
         )
 
 
-def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int, joined: Joined = ALONE) -> GuestStep:
+def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int, ranks: ModelRanks = ALONE) -> GuestStep:
     """The next step of the trainer, with its accumulation, precision, optimizer, clipping and ranks.
 
     If gradients of the previous batch may exist besides the activations, at least two batches count as accumulated,
@@ -76,7 +76,7 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int, 
         accumulated=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
         grad_clip=(trainer.gradient_clip_val or None) if by_norm else None,
         steps=steps_to_come(trainer),
-        joined=joined,
+        ranks=ranks,
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes a plan that fits every batch of a guest's training."""
+"""Makes a plan that fits every batch of another library's training."""
 
 import logging
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, TraceError
 from tightfit.integrations.batches import all_labels_counted, have_one_shape, repeated
 from tightfit.integrations.checkpointing import TakenOver
-from tightfit.integrations.joined import ALONE, Joined
+from tightfit.integrations.model_ranks import ALONE, ModelRanks
 from tightfit.levers.micro_batch import batch_size
 from tightfit.levers.samples import on_device
 from tightfit.planner.api import estimate_asked, plan_asked
@@ -43,16 +43,16 @@ class PlanSettings:
         check_budget(self.budget)
 
     def without_micro_batches(self) -> "PlanSettings":
-        """The settings without the lever micro-batches, for guests whose own loop runs the batch."""
+        """The settings without the lever micro-batches, for loops of other libraries, which run the batch."""
         return replace(self, levers=sorted(allowed_levers(self.levers) - {MicroBatches.name}))
 
 
 @dataclass(frozen=True)
 class GuestStep:
-    """A guest's training step: `accumulated` batches, then one update.
+    """A training step of another library: `accumulated` batches, then one update.
 
-    `loss` computes the guest's loss of one batch, in its own precision. Dry runs for CUDA add `precision` around it,
-    because their tensors are on the host, where the guest's own autocast has no effect.
+    `loss` computes the library's loss of one batch, in its own precision. Dry runs for CUDA add `precision` around it,
+    because their tensors are on the host, where the library's own autocast has no effect.
     """
 
     model: nn.Module
@@ -62,15 +62,15 @@ class GuestStep:
     precision: Precision = "fp32"
     accumulated: int = 1
     grad_clip: float | None = None
-    joined: Joined = ALONE
-    steps: int | None = None  # updates to come, where the guest knows
+    ranks: ModelRanks = ALONE
+    steps: int | None = None  # updates to come, where the loop knows
 
     def asked(self, batch: Batch, micro_batches: int) -> Request:
         """The planner's arguments for the step, with all its batches like this one in the worst case.
 
         They are on the host: what is planned for would lie on the card beside the training.
         """
-        model, optimizer = self.joined.whole(self.model, self.optimizer)
+        model, optimizer = self.ranks.whole(self.model, self.optimizer)
         return Request.of(
             model=model,
             batch=self.fullest(on_device(batch, "cpu")),
@@ -80,7 +80,7 @@ class GuestStep:
             device=self.device,
             micro_batches=micro_batches,
             grad_clip=self.grad_clip,
-            **self.joined.arguments,
+            **self.ranks.arguments,
             steps=self.steps,
         )
 
@@ -98,12 +98,12 @@ class GuestStep:
 
     def peak_bytes(self, batches: Sequence[Batch], micro_batches: int) -> int:
         """The highest peak of the step under the levers now in force, with all batches like one of these."""
-        with self.joined.apart():
+        with self.ranks.apart():
             return max(self.step_figures(batch, micro_batches).peak_bytes for batch in batches)
 
     def budget_bytes(self, budget: int | str, plain: StepFigures) -> int:
         """The budget in bytes. Raises `BudgetError` for an invalid one."""
-        device_bytes = device_of_a_rank(self.device, in_ranks=self.joined is not ALONE).memory_bytes
+        device_bytes = device_of_a_rank(self.device, in_ranks=self.ranks is not ALONE).memory_bytes
         return parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
 
 
@@ -115,16 +115,16 @@ def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanS
     if not have_one_shape(batches):
         step = replace(step, steps=None)  # each shape would be recorded anew, and the ninth not at all
     make = partial(_plan_for_all, step, batches, plan_settings)
-    return step.joined.plan(step.model, batches, plan_settings, make)
+    return step.ranks.plan(step.model, batches, plan_settings, make)
 
 
 def _plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
-    with step.joined.apart():
+    with step.ranks.apart():
         return _plan_apart(step, batches, plan_settings)
 
 
 def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
-    if step.joined is ALONE:
+    if step.ranks is ALONE:
         lookup(step.device, notice=logger.warning)  # which is measured now, if ever
     # A shorter batch may need more memory, if its padding makes the model build a mask. So if no plan for the largest
     # batch fits all, plans for the others are tried.
@@ -154,7 +154,7 @@ def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSe
 
 
 def own_peak(step: GuestStep, batches: Sequence[Batch], taken: TakenOver | None) -> int | None:
-    """The peak under the guest's own checkpointing; None if it was off, or cannot run dry."""
+    """The peak under the library's own checkpointing; None if it was off, or cannot run dry."""
     if taken is None:
         return None
     try:
@@ -220,10 +220,10 @@ def plan_one(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
 
 
 def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:
-    """The fastest plan that the guest can run. Its number of micro-batches must divide each accumulated batch."""
+    """The fastest plan that the loop can run. Its number of micro-batches must divide each accumulated batch."""
     levers = allowed_levers(plan_settings.levers)
     counts = [step.accumulated]
-    # The guest runs each accumulated batch by itself, so micro-batches must not reach over two of them.
+    # The loop runs each accumulated batch by itself, so micro-batches must not reach over two of them.
     if MicroBatches.name in levers and step.accumulated > 1:
         size = batch_size(batch)
         counts = [step.accumulated * n for n in range(1, size + 1) if size % n == 0]
@@ -241,7 +241,7 @@ def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
 
 
 def figures(plan: Plan, own_peak_bytes: int | None = None) -> dict[str, float]:
-    """A plan's bytes and seconds for a guest's logs, and the peak under the checkpointing that it replaces, if any."""
+    """A plan's bytes and seconds for a library's logs, and the peak under checkpointing that it replaces."""
     own = {} if own_peak_bytes is None else {"memory_own_peak_bytes": own_peak_bytes}
     return {
         **own,

@@ -9,7 +9,7 @@ from torch import nn
 
 from tightfit.errors import InputError
 from tightfit.integrations.batches import worst_batches
-from tightfit.integrations.joined import ALONE, Joined
+from tightfit.integrations.model_ranks import ALONE, ModelRanks
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
 from tightfit.step import AUTOCAST_DTYPES, Batch
@@ -79,7 +79,9 @@ def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> 
         return worst_batches(loader.dataset, size, collate, max_length)
 
 
-def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any], joined: Joined = ALONE) -> GuestStep:
+def trainer_step(
+    trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any], ranks: ModelRanks = ALONE
+) -> GuestStep:
     """The next step of the trainer, with its accumulation, precision, optimizer, clipping and ranks."""
     args = trainer.args
     accumulated = args.gradient_accumulation_steps
@@ -96,7 +98,7 @@ def trainer_step(trainer: "Trainer", model: nn.Module, batch: Mapping[str, Any],
         precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
         accumulated=accumulated,
         grad_clip=args.max_grad_norm or None,
-        joined=joined,
+        ranks=ranks,
         steps=max(1, trainer.state.max_steps - trainer.state.global_step),
     )
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from tightfit.errors import InputError, LeverError, ModelError, TightfitError
 from tightfit.integrations.checkpointing import COMPILED, wrapper_of
-from tightfit.integrations.joined import joined_by
 from tightfit.integrations.minimind.compiling import TakenOverCompile
 from tightfit.integrations.minimind.running_step import running_request
+from tightfit.integrations.model_ranks import ranks_of_model
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.api import as_plan, plan_of_ranks
 from tightfit.planner.apply import AppliedPlan
@@ -140,12 +140,12 @@ class _Planner:
                 self.compiles = True
                 check_compiling(inner, self.flags)
             # The scripts add up gradients in every micro-batch.
-            joined = joined_by(model, WHO, no_sync=False, inner=inner)
+            ranks = ranks_of_model(model, WHO, no_sync=False, inner=inner)
             blocks = blocks_of(inner, self.flags)
             compiles = taken is not None
-            with running_request(inner, blocks=blocks, called=model, world=joined.world, compiles=compiles) as request:
+            with running_request(inner, blocks=blocks, called=model, world=ranks.world, compiles=compiles) as request:
                 batch = request.batch
-                self.plan = joined.plan(inner, [batch], self.flags, lambda: make_plan(request, self.flags))
+                self.plan = ranks.plan(inner, [batch], self.flags, lambda: make_plan(request, self.flags))
             self.applied.append(self.plan.apply(inner))
             return PreparedScript(request.resident or (), is_compiled=self.plan.lever(CompiledBlocks) is not None)
         except TightfitError as error:  # kept, because the script may catch the exception

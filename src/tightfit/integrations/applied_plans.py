@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _PUT_ON: weakref.WeakKeyDictionary[Applied, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-class PlanInForce:
+class ReplaceablePlan:
     """A plan that is applied to a model and can be replaced. Mutable: `plan`."""
 
     def __init__(self, plan: Plan, model: nn.Module):

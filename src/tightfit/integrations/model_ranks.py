@@ -1,4 +1,4 @@
-"""Guests in several processes: what DDP or FSDP2 makes of a guest's model, and the plan that all ranks share."""
+"""Models in several processes: what DDP or FSDP2 makes of one, and the plan that all ranks share."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,8 @@ from tightfit.step import Batch
 
 
 @dataclass(frozen=True)
-class Joined:
-    """The processes that train a guest's model: how many, and the settings of DDP, or how FSDP2 has sharded the model.
+class ModelRanks:
+    """The processes that train a model: how many, and the settings of DDP, or how FSDP2 has sharded the model.
 
     `shares`: rank 0 plans for all. Else each rank plans for itself: nothing in the messages depends on its plan.
     """
@@ -62,7 +62,7 @@ class Joined:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A context for dry runs: nothing that PyTorch remembers of played shards is left for those of the training."""
+        """A context for dry runs: nothing that PyTorch remembers of simulated shards is left in the training."""
         if self.shards is None:
             yield
             return
@@ -99,10 +99,10 @@ class Joined:
             )
 
 
-ALONE = Joined()
+ALONE = ModelRanks()
 
 
-def joined_by(
+def ranks_of_model(
     model: Any,
     who: str,
     *,
@@ -110,14 +110,14 @@ def joined_by(
     shards_no_sync: bool = False,
     shares: bool = True,
     inner: nn.Module | None = None,
-) -> Joined:
-    """The ranks of a guest's model, which DDP may be around, or which FSDP2 has sharded.
+) -> ModelRanks:
+    """The ranks of a model, which DDP may be around, or which FSDP2 has sharded.
 
     `no_sync`: its loop exchanges gradients in the last of the accumulated batches only, with DDP around the model, and
     `shards_no_sync` with FSDP2. `shares`: rank 0 plans for all. `inner`: the model that is planned, where a wrapper is
     around it that the caller knows.
 
-    Raises `LeverError` for other wrappers, and for what DDP or FSDP2 does that no rank is played with.
+    Raises `LeverError` for other wrappers, and for what DDP or FSDP2 does that no rank is simulated with.
     """
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     planned: nn.Module = inner or (model.module if is_ddp else model)
@@ -129,7 +129,7 @@ def joined_by(
     try:
         if is_ddp:
             settings = replace(settings_of_ddp(model), no_sync=no_sync)
-            return Joined(default_group().size(), tuple(settings.own.items()), shares)
+            return ModelRanks(default_group().size(), tuple(settings.own.items()), shares)
         group = default_group()
         if group is None:
             return ALONE
@@ -137,6 +137,6 @@ def joined_by(
         if not any(map(is_distributed, planned.parameters())):
             return ALONE
         size = group.size()
-        return Joined(size, None, shares, shards_of(planned, size, no_sync=shards_no_sync))
+        return ModelRanks(size, None, shares, shards_of(planned, size, no_sync=shards_no_sync))
     except ModelError as error:
         raise said_once(LeverError(f"{who}: {error}")) from None
