@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tightfit.memory.allocator import collector_off
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import current_node
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.products import Release, blas_workspace
@@ -78,7 +78,7 @@ def peak_of(script: Callable[[], Callable[[], Any]], card: Card, *, handles: int
     with collector_off():
         role = CudaRole(card.capability, card.multiprocessors, RELEASE)
         dry = _Process(role, handles)
-        now.dry = True
+        simulation.is_dry = True
         try:
             with role.playing(), dry:
                 measured = script()
@@ -88,7 +88,7 @@ def peak_of(script: Callable[[], Callable[[], Any]], card: Card, *, handles: int
                     measured()
                 trace = record(dry, [0, len(dry.operators)], repeats=1)
         finally:
-            now.dry = False
+            simulation.is_dry = False
             dry.restore()
             dry.ledger.close()
     before = trace.starts[first] if above else 0

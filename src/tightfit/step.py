@@ -13,13 +13,31 @@ import torch
 from torch import nn
 
 from tightfit.errors import InputError, ModelError
-from tightfit.runtime.activity import accumulation
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Batch = Any  # a dict (passed as keywords), a tuple (positional) or a TokenBatch
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 Optimizer = str | torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+_accumulating = 0  # depth; of all threads: the loop's thread sets it, and backward reads it, perhaps in another one
+
+
+@contextmanager
+def accumulation() -> Iterator[None]:
+    """A context for a backward that is not the last one before the optimizer's step."""
+    global _accumulating
+    _accumulating += 1
+    try:
+        yield
+    finally:
+        _accumulating -= 1
+
+
+def is_accumulating() -> bool:
+    """Whether the running backward is not the last one before the optimizer's step."""
+    return _accumulating > 0
 
 
 class TokenBatch(NamedTuple):

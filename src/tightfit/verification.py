@@ -24,7 +24,7 @@ from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Lever, Recompute
 from tightfit.planner.plans import BlockChoice, Plan
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.tracing.restore import random_states, untouched
 from tightfit.tracing.twin import has_no_memory

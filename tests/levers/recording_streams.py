@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from tightfit.levers.activity import activity
 from tightfit.levers.offload.store import HOST, HostStore
 from tightfit.levers.offload.transfers import Lanes
 from tightfit.memory.pinned import PinnedStore
-from tightfit.runtime.activity import now
 from tightfit.runtime.operators import traits_of, written_arguments
 
 COMPUTE, OUT, BACK = "compute", "out", "back"
@@ -125,7 +125,7 @@ class Computation(TorchDispatchMode):
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         traits = traits_of(func)
-        if now.offloading or traits.is_view:
+        if activity.offloading or traits.is_view:
             return results
         written = [t for t in tree_iter(written_arguments(traits, args, kwargs)) if isinstance(t, torch.Tensor)]
         written += [t for t in tree_iter(results) if isinstance(t, torch.Tensor)]

@@ -9,9 +9,9 @@ import torch
 
 import tightfit
 from tightfit.errors import CompileError, DeviceError, LeverError
+from tightfit.levers.activity import players
 from tightfit.levers.compiled import compile_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import is_innermost
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.compiled_code import KERNEL, fresh, played
@@ -143,7 +143,7 @@ def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
     model, batch = decoder(num_layers=2), token_batch(2)
     with tightfit.compile_blocks(model, "layers.*", keep=share):
         found = tightfit.estimate(model, batch).peak_bytes
-        assert now.dry_compiled is None
+        assert players.compiled is None
         with pytest.raises(Exception, match="a kernel is built"):
             model_loss(model, batch)
     # AOTAutograd runs code for the first time under a mode of its own. Under that one alone, products are computed.

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
+from tightfit.levers.activity import activity
 from tightfit.levers.captured.lever import CapturedForward
 from tightfit.levers.recompute import RECOMPUTE_ALL
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import function_switches
 
 pytestmark = pytest.mark.keeps("computed-again-backward-sees")
@@ -81,7 +81,7 @@ class Watch(TorchDispatchMode):
         self.again, self.others = set(), set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        (self.again if now.recomputing else self.others).add(function_switches())
+        (self.again if activity.recomputing else self.others).add(function_switches())
         return func(*args, **(kwargs or {}))
 
 

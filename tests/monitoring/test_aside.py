@@ -14,7 +14,8 @@ import tightfit
 import tightfit.errors
 from round_device import round_device
 from tightfit.devices.own_time import own_time
-from tightfit.runtime.activity import aside, now
+from tightfit.runtime.aside import aside, asides
+from tightfit.runtime.simulation import simulation
 from tightfit.step import model_loss
 from tightfit.training.monitoring.record import Record
 from tiny import decoder, token_batch
@@ -163,7 +164,7 @@ def test_nothing_of_what_ran_aside_is_left_on():
     with tightfit.monitor(model, optimizer):
         refused(model, optimizer)
         model_loss(model, BATCH).backward()
-    assert (now.aside, now.on_aside) == (0, ())
+    assert (asides.depth, asides.callbacks) == (0, ())
     for tensor in (*model.parameters(), *BATCH.values()):
         assert not [key for key in tensor.untyped_storage().__dict__ if "dry" in key or "watch" in key]
 
@@ -185,7 +186,7 @@ def test_a_dry_run_in_one_thread_leaves_a_training_in_another_alone():
         thread.start()
         assert dry.wait(60)
         for _ in range(2):
-            assert not now.dry
+            assert not simulation.is_dry
             model_loss(model, BATCH).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -251,11 +252,11 @@ def test_a_backward_aside_is_no_part_of_the_training_in_autograds_own_thread_eit
     def in_autograds_thread(model, optimizer):
         with aside():  # the modes go along with autograd into its threads on CUDA; what Python keeps a thread does not
             loss = model_loss(model, BATCH)
-            now.aside -= 1
+            asides.depth -= 1
             try:
                 torch.autograd.grad(loss, list(model.parameters()))
             finally:
-                now.aside += 1
+                asides.depth += 1
 
     record, trace, losses = watched(in_autograds_thread, "backward", at=(1,))
     assert (seen(record, trace), losses) == alone

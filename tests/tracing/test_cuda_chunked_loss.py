@@ -7,7 +7,7 @@ import transformers
 
 from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.step import trace_step
@@ -29,7 +29,7 @@ def test_16_bit_products_are_summed_in_fp32_by_the_product_itself():
     for product in ("aten.mm.dtype", "aten.mm.dtype_out"):  # gradients of the hidden states; logits and the weight's
         assert on_a_card[product] >= 1
         assert on_a_cpu[product] == 0
-    assert not now.playing_cuda
+    assert not simulation.of_cuda
 
 
 @pytest.mark.keeps("dry-run-card-defers")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tightfit import TokenBatch, estimate
-from tightfit.runtime.activity import now
 from tightfit.runtime.operators import traits_of
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.shapes import inputs_and_key, result_shapes
 from tiny import allocator_peak
 
@@ -48,7 +48,7 @@ def test_the_statistics_of_a_norm_have_the_dtype_of_the_cpus_kernel(dtype):
 def test_on_a_simulated_card_a_layer_norm_keeps_its_statistics_in_fp32(monkeypatch):
     operator, arguments = next(calls(torch.bfloat16, torch.bfloat16))
     on_the_cpu = predicted(operator, arguments)
-    monkeypatch.setattr(now, "playing_cuda", True)
+    monkeypatch.setattr(simulation, "card", object())
     assert predicted(operator, arguments) == [torch.bfloat16, torch.float32, torch.float32]
     assert on_the_cpu == [torch.bfloat16] * 3
 

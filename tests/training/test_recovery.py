@@ -11,9 +11,11 @@ from recovering import VOCABULARY, Awkward, Remembered, batch, config, plain_fit
 
 from injected_out_of_memory import OutOfMemoryAt, cpu_error, cuda_error
 from tightfit.errors import CannotFit, RecoveryError
+from tightfit.levers.activity import activity, players
 from tightfit.ranks.processes.ranks import Ranks
-from tightfit.runtime.activity import now
+from tightfit.runtime.aside import asides
 from tightfit.runtime.internals import is_fake
+from tightfit.runtime.simulation import simulation
 from tightfit.training.fitting import LeversInForce
 from tightfit.training.interrupt import Interrupted
 from tightfit.training.joining import CANNOT_FIT, GOES_ON, OtherCannotFit
@@ -36,6 +38,9 @@ def recomputing():
     assert found.micro_batches == 1
     assert found.plan.levers
     return found
+
+
+CONTEXTS = (simulation, asides, activity, players)
 
 
 def nothing(number):
@@ -111,7 +116,7 @@ def test_nothing_of_the_failed_step_is_held_while_the_plan_is_made(plain, recomp
             seen.append(bytes_alive())
             return super().within(batch, budget_bytes, **options)
 
-    count, seen, activity = operators_of_step(2), [], dict(vars(now))
+    count, seen, states = operators_of_step(2), [], [dict(vars(each)) for each in CONTEXTS]
     run = training(Looking([recomputing]), fitted=plain)
     run.run(1, nothing)
     before = bytes_alive()
@@ -121,7 +126,7 @@ def test_nothing_of_the_failed_step_is_held_while_the_plan_is_made(plain, recomp
             run.stepper.attempt(batch(2), 2)
     assert len(seen) >= 3
     assert max(seen) - before < 4096, "a batch and numbers, no activation"
-    assert dict(vars(now)) == activity
+    assert [dict(vars(each)) for each in CONTEXTS] == states
 
 
 def test_a_step_that_fails_again_takes_a_plan_that_is_tighter_still(plain, recomputing, uninterrupted):

@@ -39,7 +39,7 @@ from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
 from tightfit.devices.timing import Call, fastest
 from tightfit.errors import DeviceError
 from tightfit.memory.failure import is_out_of_memory
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 
 SECONDS = 7.0  # for all kinds of calls together; a slow or busy device takes longer
 ROUNDS = 6

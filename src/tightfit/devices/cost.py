@@ -9,7 +9,7 @@ from tightfit.devices.families import STREAM_UNITS, Family, WorkUnit
 from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
 from tightfit.devices.work import AttentionShape, CostedTensor, ProductShape, Work, work_of
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 
 # The dtype whose figures replace those of a dtype that was not measured for a family.
 _STAND_INS = {
@@ -52,7 +52,7 @@ class CostModel:
         that are not tensors (a causal flag, an exponent, lists of tensors).
         """
         work = work_of(name, inputs, outputs, arguments)
-        if now.host and now.playing_cuda:
+        if simulation.host and simulation.of_cuda:
             moved = 0 if work.family is Family.FREE else work.bytes
             return Seconds.of(host=moved / HOST_BYTES_PER_SECOND, device=0.0)
         return self.seconds(work)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.levers.activity import activity
 from tightfit.levers.captured import capture_paths
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.levers.recompute.lever import apply_policies
-from tightfit.runtime.activity import now
 from tightfit.runtime.operators import traits_of
 
 WIDTH, HEADS, TOKENS, BLOCKS = 64, 2, 64, 2
@@ -108,7 +108,7 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if traits_of(func).is_view:
             return func(*args, **(kwargs or {}))
-        again = now.recomputing > 0
+        again = activity.recomputing > 0
         began = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         self.seconds[again] += time.perf_counter() - began

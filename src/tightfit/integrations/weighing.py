@@ -7,7 +7,7 @@ from tightfit.errors import LeverError
 from tightfit.integrations.planning import GuestStep
 from tightfit.levers.micro_batch import IGNORE_INDEX, batch_size, valid_tokens
 from tightfit.planner.separation import trials
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.step import Batch, Part
 
 

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from tightfit.errors import CompileError, LeverError
+from tightfit.levers.activity import players
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import FrugalForward
-from tightfit.runtime.activity import now
 from tightfit.runtime.cpp_compiler import demand_compiler
 from tightfit.runtime.internals import dispatch_is_watched, inductor_with_budget, many_compilations
 from tightfit.runtime.module_paths import module_at
+from tightfit.runtime.simulation import simulation
 
 
 def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Applied:
@@ -85,8 +86,8 @@ class CompiledForward(FrugalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
-        if now.dry_compiled is not None and not now.playing_cuda:
-            return self.written(now.dry_compiled, args, kwargs)
+        if players.compiled is not None and not simulation.of_cuda:
+            return self.written(players.compiled, args, kwargs)
         if dispatch_is_watched():
             # dynamo leaves code alone under a dispatch mode. The mode would see eager operators or none at all.
             return self.original(*args, **kwargs)

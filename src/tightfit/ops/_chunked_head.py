@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 
 # The gradient of a 16-bit weight is summed in pieces of at most this many bytes, or of a quarter of the chunk's logits
 # if that is more. Smaller pieces save no memory beside the logits, and cost launches: with pieces of 4 MiB, a step of
@@ -139,7 +139,7 @@ def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 def on_cuda(tensor: Tensor) -> bool:
     """True if the tensor is on a CUDA device, or simulates one in a dry run."""
-    return tensor.is_cuda or now.playing_cuda
+    return tensor.is_cuda or simulation.of_cuda
 
 
 def blocked_product(left: Tensor, right: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tightfit.ops._once import differentiable_once
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 
 _FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -21,7 +21,7 @@ def serves_documents(tensor: Tensor) -> bool:
 
     It does on a CPU, except in compiled code, which would be recompiled for other document lengths.
     """
-    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and not now.playing_cuda
+    return not torch.compiler.is_compiling() and tensor.device.type == "cpu" and not simulation.of_cuda
 
 
 def runs(document_ids: Tensor) -> list[tuple[int, int, int]] | None:

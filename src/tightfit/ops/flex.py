@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tightfit.ops._once import differentiable_once
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import as_outside_of_kernels
+from tightfit.runtime.simulation import simulation
 
 __all__ = ["BACKWARD", "FORWARD", "FlexAttention", "block_mask", "serves"]
 
@@ -58,7 +58,7 @@ class FlexAttention(torch.autograd.Function):
 
 def serves(q: Tensor, v: Tensor) -> bool:
     """True if FlexAttention supports these tensors: on CUDA, or in a dry run that simulates CUDA."""
-    if not (q.is_cuda or now.playing_cuda):
+    if not (q.is_cuda or simulation.of_cuda):
         return False
     return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and min(q.shape[-1], v.shape[-1]) >= LEAST_WIDTH
 

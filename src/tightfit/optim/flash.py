@@ -11,8 +11,8 @@ from tightfit.optim import companding
 from tightfit.optim.adamw_step import MOMENTS
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.companding import GROUP
-from tightfit.runtime.activity import now, repeated
 from tightfit.runtime.internals import is_dense
+from tightfit.runtime.simulation import repeated, simulation
 
 ERROR = "error"
 SCALES = tuple(f"{moment}_scale" for moment in MOMENTS)
@@ -137,7 +137,7 @@ class Piece(NamedTuple):
 def pieces(count: int, chunk: int) -> Iterator[tuple[Piece, int]]:
     """The pieces of a parameter, and how many of them each stands for: in a dry run one for all of its length."""
     whole = count // chunk
-    if now.dry and whole:
+    if simulation.is_dry and whole:
         yield Piece(0, chunk), whole
     else:
         yield from ((Piece(i * chunk, (i + 1) * chunk), 1) for i in range(whole))

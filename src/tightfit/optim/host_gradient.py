@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tightfit.optim.link import Link
-from tightfit.runtime.activity import host_memory
 from tightfit.runtime.internals import no_torch_function, tensor_without_memory
+from tightfit.runtime.simulation import host_memory
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default

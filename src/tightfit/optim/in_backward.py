@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.errors import InputError, LeverError
-from tightfit.runtime.activity import accumulation, now
 from tightfit.runtime.internals import no_torch_function, tensor_without_memory
+from tightfit.runtime.simulation import simulation
+from tightfit.step import accumulation, is_accumulating
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _SECOND_BACKWARD = (
@@ -53,7 +54,7 @@ class _Stepping:
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = weakref.ref(optimizer)
-        self._is_dry = now.dry
+        self._is_dry = simulation.is_dry
         self._is_inside = False  # whether a step for a single gradient runs
         self._spent: list[Tensor] = []
         self.has_begun = False  # a weight of this step is updated, or half updated
@@ -64,7 +65,7 @@ class _Stepping:
     def gradient_ready(self, parameter: Tensor) -> None:
         optimizer = self._optimizer()
         # A dry run has an optimizer of its own on the same parameters. Each must ignore the other's backward.
-        if optimizer is None or now.dry != self._is_dry or now.accumulating:
+        if optimizer is None or simulation.is_dry != self._is_dry or is_accumulating():
             return
         with only(optimizer, parameter) as is_known:
             if not is_known:

@@ -1,14 +1,24 @@
 """Copies between a device and the host: pinned memory and a copy stream on CUDA, plain copies on a CPU."""
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.runtime.activity import host_memory, now
+from tightfit.runtime.simulation import host_memory
 from tightfit.runtime.streams import CudaStreams
 
 HOST = torch.device("cpu")
+
+
+class Played(threading.local):
+    """A simulated link of this thread. Mutable, one instance: `played`."""
+
+    link: Any = None  # copies weights and gradients of a dry run between host and device (`tracing/copies.py`)
+
+
+played = Played()
 
 
 class Link:
@@ -57,14 +67,14 @@ class Link:
 
     def join(self) -> None:
         """Make everything that the device computes from here on wait for all copies."""
-        if now.link is not None:
-            now.link.wait()
+        if played.link is not None:
+            played.link.wait()
         elif self._streams is not None:
             self._streams.wait(self._streams.current(), self._streams.mark(self._lane))
 
     def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Any:
-        if now.link is not None:
-            return now.link.copy(target, source, to_host=on_device is source)
+        if played.link is not None:
+            return played.link.copy(target, source, to_host=on_device is source)
         if self._streams is None:
             target.copy_(source)
             return None

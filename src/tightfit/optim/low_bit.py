@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tightfit.errors import DeviceError, InputError
-from tightfit.runtime.activity import host_memory, now
 from tightfit.runtime.cpp_compiler import demand_compiler
+from tightfit.runtime.simulation import host_memory, simulation
 
 DEVICES = ("cpu", "cuda", "xpu")
 _SMALLEST = (
@@ -36,7 +36,7 @@ def adamw4bit(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
     """
     groups = list(groups)
     device = check_device("adamw4bit", groups, DEVICES)
-    if device == "cpu" and not now.dry:
+    if device == "cpu" and not simulation.is_dry:
         demand_compiler("optimizer adamw4bit compiles its step")
     return without_its_step(_package("adamw4bit", "torchao", "torchao.optim").AdamW4bit)(groups, **options)
 
@@ -47,7 +47,7 @@ def without_its_step(kind: type) -> type:
     Outside of a dry run, and for any other class, the class itself.
     """
     is_torchao = any(base.__module__ == "torchao.optim.adam" for base in kind.__mro__)
-    return _stand_in(kind) if now.dry and is_torchao else kind
+    return _stand_in(kind) if simulation.is_dry and is_torchao else kind
 
 
 @functools.cache
@@ -61,7 +61,7 @@ def _stand_in(kind: type) -> type:
                     self.state[parameter]["step"] = torch.tensor(0.0)
                     for key, signed in moments.items():
                         self.state[parameter][key] = self._new_buffer(parameter, signed)
-                if parameter.grad is not None and not now.playing_cuda:
+                if parameter.grad is not None and not simulation.of_cuda:
                     torch.empty(_compiled_scratch(parameter.numel(), self.block_size), dtype=torch.uint8)
 
     return type(kind.__name__, (kind,), {"step": step})

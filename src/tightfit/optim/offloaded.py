@@ -19,7 +19,7 @@ from tightfit.optim.adamw_step import adamw_step, new_moments
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.host_gradient import HostGradient
 from tightfit.optim.link import HOST, Link
-from tightfit.runtime.activity import host_memory, now
+from tightfit.runtime.simulation import host_memory, simulation
 
 MASTER = "master"
 _LOW = (torch.bfloat16, torch.float16)
@@ -88,7 +88,7 @@ class OffloadedAdamW(FrugalOptimizer):
         self._written: dict[Tensor, _Version] = {}  # the versions of weights after the last step
         self._sent: dict[Tensor, Any] = {}  # events of copies to the device that may still run
         self._hooks: list[Any] = []
-        self._is_dry = now.dry
+        self._is_dry = simulation.is_dry
         weakref.finalize(self, _remove, self._hooks)
 
     def own_settings(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class OffloadedAdamW(FrugalOptimizer):
     def take(self, parameter: Tensor) -> None:
         """Move a gradient that backward has just computed to the host."""
         gradient = parameter.grad
-        if now.dry == self._is_dry and gradient is not None and not isinstance(gradient, HostGradient):
+        if simulation.is_dry == self._is_dry and gradient is not None and not isinstance(gradient, HostGradient):
             parameter.grad = HostGradient(gradient, self._link(parameter))
 
     def _link(self, parameter: Tensor) -> Link:

@@ -26,7 +26,7 @@ from tightfit.planner.shared import plan_of_one_rank
 from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
 from tightfit.ranks.peaks import shards_of
 from tightfit.ranks.world import Sharding
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.runtime.internals import process_group_exists
 from tightfit.step import Batch, Loss, Optimizer, Precision, Step, TokenBatch
 from tightfit.tracing.copies import AWAY

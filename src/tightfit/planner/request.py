@@ -14,6 +14,7 @@ from tightfit.devices.figures import CopyRates, copy_rates
 from tightfit.devices.present import lookup
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import DeviceError, InputError, LeverError, ModelError
+from tightfit.levers.activity import activity
 from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_samples, split_batch
 from tightfit.levers.offload import HostStore, OffloadSettings, positive_bytes
@@ -49,7 +50,6 @@ from tightfit.ranks.peaks import RankTraces, trace_ranks
 from tightfit.ranks.playing import PlayedRank, own_copy, refusals_of_shards
 from tightfit.ranks.processes.launch import launched
 from tightfit.ranks.world import Sharding, Shards, World, communicator_bytes, world_of
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import default_group, process_group_exists
 from tightfit.step import Batch, Loss, Optimizer, Part, Step, StepSettings, model_loss
 from tightfit.tracing.copies import AWAY, BACK, TO_DEVICE, TO_HOST
@@ -575,11 +575,11 @@ class Tracer:
         model = self.request.model if model is None else model
         with Applied(apply_levers(model, policies, combination.levers, joined, offload_store)):
             self.refused.clear()
-            outer, now.on_refused_capture = now.on_refused_capture, self.refused.__setitem__
+            outer, activity.on_refused_capture = activity.on_refused_capture, self.refused.__setitem__
             try:
                 yield
             finally:
-                now.on_refused_capture = outer
+                activity.on_refused_capture = outer
 
 
 def state_bytes(trace: StepTrace) -> int:

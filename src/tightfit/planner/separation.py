@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, inseparable_samples, split_batch
 from tightfit.levers.samples import mapped, on_device, rows_of, shortened, unlike
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.runtime.dropout import without_dropout
 from tightfit.step import Batch, Loss, Part
 from tightfit.tracing.draws import Draws, Generators, assumed

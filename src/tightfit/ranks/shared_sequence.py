@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tightfit.errors import ModelError
 from tightfit.ranks.sequence_parts import TOKENS, SequenceRanks
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 
 OR_FSDP2 = "take parallel='fsdp2'"
 
@@ -82,4 +82,4 @@ def _side_of_tokens(given: Tensor) -> int:
 
 def on_card(tensor: Tensor) -> bool:
     """True if a tensor is on a card, or simulates one that is."""
-    return tensor.is_cuda or now.playing_cuda
+    return tensor.is_cuda or simulation.of_cuda

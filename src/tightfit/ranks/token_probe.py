@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 
 # Of the largest number: products of other shapes (tokens that change their expert) round differently. A token that
 # meets another one changes by as much as it is large.

@@ -25,7 +25,7 @@ from tightfit.recipes.records import Autocast, Dtype, Outcome, Recipe
 from tightfit.recipes.search import RecipeSearch
 from tightfit.recipes.shares import Row, Shares
 from tightfit.recipes.variants import OptimizerOf, optimizer_of
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors

@@ -19,7 +19,7 @@ from tightfit.recipes.lines import change_in_words, sections_for, statements_for
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.variants import Models
 from tightfit.recipes.ways import Remedy
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.tracing.record import StepTrace
 from tightfit.units import format_bytes
 

@@ -5,7 +5,7 @@ from tightfit.planner.refusal import Refusal
 from tightfit.recipes.finding import Finder
 from tightfit.recipes.finding_of_ranks import RanksFinder
 from tightfit.recipes.ways import WaysOut
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.tracing.twin import real_tensors
 
 

@@ -17,7 +17,7 @@ from tightfit.errors import InputError
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.by_name import host_states, named_states
 from tightfit.optim.gradients import gradient_memory
-from tightfit.runtime.activity import aside, now
+from tightfit.runtime.aside import aside
 from tightfit.runtime.internals import (
     at_end_of_backward,
     current_node,
@@ -26,6 +26,7 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.operators import Traits
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
@@ -156,7 +157,7 @@ def code_run_dry(
     containers, random states. With a `role`, CPU tensors simulate a CUDA device. Raises `InputError` inside of another
     dry run.
     """
-    if now.dry:
+    if simulation.is_dry:
         raise InputError("trace runs inside of another dry run, which records already: trace one of them")
     ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
     modules = dict(reached.paths_and_modules())
@@ -178,7 +179,7 @@ def code_run_dry(
         tracker.clock = lambda: len(dry.operators)
         dry.parameters = {**dict.fromkeys(owned, ""), **parameters}
         dry.optimizers = reached.optimizers
-        now.dry = True
+        simulation.is_dry = True
         try:
             _announce(dry, parameters, buffers, plain)
             for optimizer in reached.optimizers:
@@ -202,7 +203,7 @@ def code_run_dry(
             ):
                 yield dry
         finally:
-            now.dry = False
+            simulation.is_dry = False
             dry.restore()
             ledger.close()
 

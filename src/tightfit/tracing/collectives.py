@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import finished_work
 from tightfit.runtime.operators import Traits, tensors_among
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.recording import Recording
 from tightfit.tracing.shapes import TensorShape
 
@@ -33,7 +33,7 @@ def play_collective(
             makes.append(dry.ledger.new_value(cell, index))
     shapes = [TensorShape.of(tensor) for tensor in tensors]
     # On a card, NCCL uses the memory of its communicator, and no call allocates any.
-    scratch = 0 if now.playing_cuda else gloo_scratch(traits.name, shapes)
+    scratch = 0 if simulation.of_cuda else gloo_scratch(traits.name, shapes)
     seconds = dry.cost(traits.name, shapes, [], ())
     dry.note(traits.name, seconds, reads=reads, makes=tuple(makes), scratch_bytes=scratch)
     returns = len(func._schema.returns)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from tightfit.errors import CompileError
+from tightfit.levers.activity import players
 from tightfit.levers.compiled import own_forward
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import compiled_code_on, inductor_with_budget, is_active, many_compilations, no_modes
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.shapes import TensorShape
@@ -31,11 +31,11 @@ def compiled_code_played(dry: DryRun) -> Iterator[None]:
 
     The programs of captured blocks run as they are, since they consist of ATen operators.
     """
-    now.dry_compiled = now.dry_captured = Played(dry)
+    players.compiled = players.captured = Played(dry)
     try:
         yield
     finally:
-        now.dry_compiled = now.dry_captured = None
+        players.compiled = players.captured = None
 
 
 class Played:
@@ -96,8 +96,8 @@ class Played:
 
 
 def played() -> Played:
-    assert isinstance(now.dry_compiled, Played), "compiled code is written for dry runs"
-    return now.dry_compiled
+    assert isinstance(players.compiled, Played), "compiled code is written for dry runs"
+    return players.compiled
 
 
 @functools.cache

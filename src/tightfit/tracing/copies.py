@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 
 from tightfit.devices.clocks import Seconds
-from tightfit.runtime.activity import host_memory, now, offload
+from tightfit.levers.activity import offload, players
+from tightfit.optim.link import played
 from tightfit.runtime.operators import fresh_memory
+from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.record import OperatorRecord
 from tightfit.tracing.shapes import TensorShape
@@ -27,13 +29,13 @@ TO_HOST, TO_DEVICE = "tightfit.to_host", "tightfit.to_device"  # copies of weigh
 @contextmanager
 def copies_played(dry: DryRun) -> Iterator[None]:
     """A context in which offload copies nothing large, and the trace records the time of each copy."""
-    clock = Clock(dry) if now.playing_cuda else None
-    now.dry_copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
-    now.link = None if clock is None else PlayedLink(dry, clock)
+    clock = Clock(dry) if simulation.of_cuda else None
+    players.copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
+    played.link = None if clock is None else PlayedLink(dry, clock)
     try:
         yield
     finally:
-        now.dry_copy = now.link = None
+        players.copy = played.link = None
 
 
 class Clock:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_iter
 
 from tightfit.errors import TraceError
 from tightfit.memory.allocator import memory_of
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import (
     active_modes,
     fake_mode_is_active,
@@ -28,6 +27,7 @@ from tightfit.runtime.internals import (
     runs_with,
 )
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.collectives import play_collective
 from tightfit.tracing.draws import MOST_DRAWN, Generators
 from tightfit.tracing.faults import faults
@@ -55,6 +55,7 @@ from tightfit.tracing.rules import (
     assumed_choice,
     choice_bound,
     in_unreduced_memory,
+    inside,
 )
 from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, inputs_and_key, result_shapes
 from tightfit.tracing.unbacked import is_unbacked, set_unbacked
@@ -108,7 +109,7 @@ class DryRun(Recording):
         if func is _ZEROS or asks_for_shapes(args, kwargs):
             return func(*args, **kwargs)
         traits = traits_of(func)
-        if traits.is_composed and not (now.playing_cuda and traits.name in _COMPOSED_ON_CPU):
+        if traits.is_composed and not (simulation.of_cuda and traits.name in _COMPOSED_ON_CPU):
             with self:
                 return run_kernel(func, "CPU", args, kwargs)
         if traits.is_composite and not has_kernel(func.name(), "CPU"):
@@ -138,14 +139,14 @@ class DryRun(Recording):
             args = self.with_lengths(func, args)
             _, key = inputs_and_key(func, args, kwargs)
         is_real = not unknown and self.is_cheap(func, traits, inputs, args, kwargs, key)
-        if now.playing_cuda and is_foreign(traits, func):
+        if simulation.of_cuda and is_foreign(traits, func):
             self.note_seconds(traits.name)
         out = self.compute(traits, func, args, kwargs) if is_real else self.imagine(traits, func, args, kwargs, key)
         makes = self.account(traits, args, kwargs, out, index, known=is_real)
         if is_real and drawn:
             for tensor in instances(torch.Tensor, (out,)):
                 self.see(tensor).drawn = True
-        for place in ON_HOST.get(func, ()) if now.playing_cuda else ():
+        for place in ON_HOST.get(func, ()) if simulation.of_cuda else ():
             self.ledger.on_host(out[place])
         self.finish(traits, inputs, args, out, key, reads, makes)
         return out
@@ -211,11 +212,11 @@ class DryRun(Recording):
         """True if a call with known inputs is computed for real: all integer, or small."""
         if func in NEVER_COMPUTED:
             return False  # CUDA's operators, of which a CPU has no kernel
-        if now.playing_cuda and is_foreign(traits, func):
+        if simulation.of_cuda and is_foreign(traits, func):
             return False
         if func in ASKING:
             return True  # it returns a number, which a branch may depend on
-        if now.inside_operator and not self.is_small(func, args, kwargs, key):
+        if inside.operator and not self.is_small(func, args, kwargs, key):
             return False  # attention's triangle of 4096 x 4096: 45 ms in every layer, and nothing can branch on it
         if inputs and not any(t.is_floating_point() or t.is_complex() for t in inputs):
             return traits.returns_written or not self.is_vast(func, args, kwargs, key)
@@ -255,7 +256,7 @@ class DryRun(Recording):
             with one_thread():
                 return func(*args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error, NotImplementedError) and now.playing_cuda and not traits.written:
+            if isinstance(error, NotImplementedError) and simulation.of_cuda and not traits.written:
                 return _in_floating_point(func, args, kwargs)  # `torch.histc` of integers, which counts experts' tokens
             if "can't allocate memory" not in str(error):
                 raise

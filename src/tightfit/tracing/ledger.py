@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.record import Category, StorageRecord, ValueRecord
 
 
@@ -215,4 +215,4 @@ class Ledger:
 
 def _on_host() -> bool:
     """True if a tensor made now is in host memory while a device's memory is counted."""
-    return now.host > 0 and now.playing_cuda
+    return simulation.host > 0 and simulation.of_cuda

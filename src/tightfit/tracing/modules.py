@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from tightfit.runtime.activity import now
+from tightfit.levers.activity import activity
 from tightfit.runtime.internals import current_node, newest_sequence_number
 from tightfit.runtime.module_paths import named_modules
 from tightfit.tracing.record import ModuleCall, Phase
@@ -81,7 +81,7 @@ class ModuleTracker:
         """The phase of the running operator, given the part of the step."""
         # A loss may compute gradients itself. That is backward, although the step's own backward has not begun: counted
         # as forward, everything that it reads would look held.
-        if phase is Phase.FORWARD and now.region is None and current_node() is not None:
+        if phase is Phase.FORWARD and activity.region is None and current_node() is not None:
             phase = Phase.BACKWARD
         # A module's forward inside backward is a checkpoint of the model's own.
         return Phase.RECOMPUTE if phase is Phase.BACKWARD and self.stack else phase

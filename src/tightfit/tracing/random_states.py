@@ -10,8 +10,17 @@ from contextlib import contextmanager
 
 import torch
 
-from tightfit.runtime.activity import host_memory, now
+from tightfit.runtime.simulation import host_memory
 from tightfit.tracing.dry_run import DryRun
+
+
+class _Counted(threading.local):
+    """The dry run of this thread."""
+
+    report: Callable[[torch.Tensor], None] | None = None  # called with each state of the CPU's generator
+
+
+_counted = _Counted()
 
 
 class _Counting:
@@ -27,8 +36,8 @@ class _Counting:
 
     def __call__(self) -> torch.Tensor:
         state = self._real()
-        if now.on_random_state is not None:
-            now.on_random_state(state)
+        if _counted.report is not None:
+            _counted.report(state)
         return state
 
     def __enter__(self) -> None:
@@ -57,8 +66,8 @@ def random_states_counted(dry: DryRun) -> Iterator[None]:
             dry.see(state)
 
     with _counting:
-        now.on_random_state = asked
+        _counted.report = asked
         try:
             yield
         finally:
-            now.on_random_state = None
+            _counted.report = None

@@ -50,7 +50,7 @@ class OperatorRecord(NamedTuple):
     """One operator call.
 
     `module` is the path of the innermost module; in backward, the module of the forward operator whose gradient this
-    is. `region`, `occurrence` and `operands` are those of an observed block (see `tightfit.runtime.activity`). `reads`
+    is. `region`, `occurrence` and `operands` are those of an observed block (see `tightfit.levers.activity`). `reads`
     and `makes` are indices of values, so the operators of a block form a graph.
     """
 

@@ -13,14 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.devices.clocks import Clocks, Seconds, clocks_of
-from tightfit.runtime.activity import now
+from tightfit.levers.activity import activity
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, chooses, tensors_among, written_arguments
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
 from tightfit.tracing.record import OperatorRecord, Phase
-from tightfit.tracing.rules import ADDED_IN_PLACE
+from tightfit.tracing.rules import ADDED_IN_PLACE, inside
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
@@ -46,11 +47,11 @@ class ExecutorCost:
 
     def seconds(self) -> float:
         """The executor's seconds for the operator that runs now."""
-        if now.captured:
+        if activity.captured:
             return self.captured
-        if now.offloading:
+        if activity.offloading:
             return 0.0
-        return self.replayed if now.recomputing else self.recorded if now.recording else 0.0
+        return self.replayed if activity.recomputing else self.recorded if activity.recording else 0.0
 
 
 NO_EXECUTOR_COST = ExecutorCost()
@@ -126,7 +127,7 @@ class Recording(TorchDispatchMode):
         if traits.written:
             for target in tensors_among(written_arguments(traits, args, kwargs)):
                 made.append(self.ledger.new_value(self.see(target), index))
-        forward = self.phase is Phase.FORWARD or now.recomputing > 0
+        forward = self.phase is Phase.FORWARD or activity.recomputing > 0
         for tensor in tensors_among((out,)):
             if self.ledger.cell_of(tensor) is None:
                 cell = self.ledger.track(
@@ -142,21 +143,21 @@ class Recording(TorchDispatchMode):
         is_choice = self._chooses.get(key)
         if is_choice is None:
             is_choice = self._chooses[key] = chooses(traits, out)
-        executor_seconds, alone, whole = self.executor.seconds(), None, now.repeats * seconds
-        host, device = clocks_of(seconds, executor_seconds / now.repeats)
+        executor_seconds, alone, whole = self.executor.seconds(), None, simulation.repeats * seconds
+        host, device = clocks_of(seconds, executor_seconds / simulation.repeats)
         if isinstance(seconds, Seconds):
-            alone = Clocks(now.repeats * seconds.clocks.host, now.repeats * seconds.clocks.device)
+            alone = Clocks(simulation.repeats * seconds.clocks.host, simulation.repeats * seconds.clocks.device)
             executor_seconds = max(alone.host + executor_seconds, alone.device) - whole
-        phase = Phase.RECOMPUTE if now.recomputing else self.modules.phase(self.phase)
+        phase = Phase.RECOMPUTE if activity.recomputing else self.modules.phase(self.phase)
         watched = phase is Phase.FORWARD
         module, call = self.modules.attribute(phase)
         self.levels.append(self.ledger.live_bytes + workspace)
         self.operators.append(
             OperatorRecord(
                 traits.name, phase, module, whole + executor_seconds, workspace,
-                now.region if watched else None, now.occurrence, reads, makes, is_choice,
-                executor_seconds=executor_seconds, call=call, operands=now.operands if watched else "",
-                host_seconds=now.repeats * host, device_seconds=now.repeats * device, alone=alone,
+                activity.region if watched else None, activity.occurrence, reads, makes, is_choice,
+                executor_seconds=executor_seconds, call=call, operands=activity.operands if watched else "",
+                host_seconds=simulation.repeats * host, device_seconds=simulation.repeats * device, alone=alone,
             )
         )  # fmt: skip
         self.note_sum(traits, inputs)
@@ -174,7 +175,7 @@ class Recording(TorchDispatchMode):
         """Enter an event that is no operator of PyTorch, with the memory that it needs while it runs. Call it after
         `begin`.
         """
-        phase = Phase.RECOMPUTE if now.recomputing else self.phase
+        phase = Phase.RECOMPUTE if activity.recomputing else self.phase
         module, call = self.modules.attribute(phase)
         host, device = clocks_of(seconds)
         self.levels.append(self.ledger.live_bytes + scratch_bytes)
@@ -188,7 +189,7 @@ class Recording(TorchDispatchMode):
     def priced(
         self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
     ) -> tuple[float, int]:
-        key = key, now.host > 0  # the host's prices are not the device's
+        key = key, simulation.host > 0  # the host's prices are not the device's
         price = self._costs.get(key)
         if price is None:
             shapes = [TensorShape.of(t) for t in inputs]
@@ -207,7 +208,7 @@ class Recording(TorchDispatchMode):
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
         is_sum = traits.name in ADDED_IN_PLACE and (
-            (now.inside_operator and now.adds_in_place) or (self.phase is Phase.BACKWARD and _called_by_engine())
+            (inside.operator and inside.adds_in_place) or (self.phase is Phase.BACKWARD and _called_by_engine())
         )
         if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)

@@ -1,13 +1,14 @@
 """The operators for which a dry run needs more than their meta kernel, each with its reason."""
 
 import enum
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tightfit.ops import flex
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing import recurrent
 from tightfit.tracing.unbacked import unbacked_tensor
 
@@ -33,6 +34,15 @@ CHOOSING = {
     aten.multinomial.default: (None, -1),
 }
 
+
+class _Inside(threading.local):
+    """The operator of PyTorch's that a simulated CUDA device runs in this thread. Mutable, one instance: `inside`."""
+
+    operator: bool = False  # whether one runs: inside of it no code of the model can read a number
+    adds_in_place: bool = False  # whether it adds in place
+
+
+inside = _Inside()
 
 # Operators that autograd's formulas run in place, but out of place under a dispatch mode (`areAnyTensorSubclassLike` in
 # ATen/native/TensorAdvancedIndexing.cpp and ReduceOps.cpp; `accumulate` in torch/csrc/autograd/input_buffer.cpp).
@@ -207,7 +217,7 @@ def _statistics(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.dtyp
 def _native_layer_norm(x: torch.Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     out, *statistics = aten.native_layer_norm.default(x, shape, weight, bias, eps)
     # The meta kernel has those of CUDA, which are fp32 (native/cuda/layer_norm_kernel.cu, `acc_type`).
-    wanted = torch.float32 if now.playing_cuda else _statistics(x, weight, bias)
+    wanted = torch.float32 if simulation.of_cuda else _statistics(x, weight, bias)
     return out, *(x.new_empty(s.shape, dtype=wanted if s.dtype == torch.float32 else s.dtype) for s in statistics)
 
 
@@ -230,7 +240,7 @@ def _as_suggested(like: torch.Tensor) -> torch.Tensor:
 def _batch_norm(operator: Any) -> Callable[..., Any]:
     def rule(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
         found = operator(x, weight, bias, mean, var, training, *rest)
-        if now.playing_cuda:
+        if simulation.of_cuda:
             return found
         # native/Normalization.cpp: nothing is saved where the running statistics are used.
         size, dtype = x.shape[1] if training else 0, _statistics(x, weight, bias, mean, var)
@@ -245,19 +255,19 @@ def _is_channels_last(x: torch.Tensor) -> bool:
 
 def _roll(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     found = aten.roll.default(x, *rest)
-    return torch.empty_like(x) if not now.playing_cuda and _is_channels_last(x) else found
+    return torch.empty_like(x) if not simulation.of_cuda and _is_channels_last(x) else found
 
 
 def _glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     found = aten.glu_backward.default(grad, x, dim)
-    if now.playing_cuda or not _is_channels_last(x):
+    if simulation.of_cuda or not _is_channels_last(x):
         return found
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
     of_x, *others = aten.native_batch_norm_backward.default(grad, x, *rest)
-    return (of_x if now.playing_cuda or of_x is None else _as_suggested(x), *others)
+    return (of_x if simulation.of_cuda or of_x is None else _as_suggested(x), *others)
 
 
 def _mkldnn_rnn_layer(x: torch.Tensor, *rest: Any) -> Any:

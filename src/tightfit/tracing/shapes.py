@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.rules import SHAPE_RULES
 from tightfit.tracing.unbacked import unbacked_tensor
 
@@ -77,7 +77,7 @@ def inputs_and_key(operator: Any, args: tuple, kwargs: dict) -> tuple[list[torch
     # With the default dtype: it is the result's dtype if a call has no floating-point tensor and no dtype. The operator
     # by its identity, which `traits_of` keeps from being another one's: PyTorch hashes operators in Python. Some rules
     # differ between the CPU and CUDA.
-    key = (id(operator), torch.get_default_dtype(), now.playing_cuda, *_marks(args, inputs))
+    key = (id(operator), torch.get_default_dtype(), simulation.of_cuda, *_marks(args, inputs))
     if kwargs:
         key = (*key, _NAMED, *kwargs, *_marks(kwargs.values(), inputs))
     # A number for each key, so that its long tuple is hashed once and not at each look-up.

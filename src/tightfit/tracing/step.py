@@ -7,12 +7,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tightfit.levers.activity import activity
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.by_name import OptimizerFactory, build_optimizer, named_states
 from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
-from tightfit.runtime.activity import aside, now
+from tightfit.runtime.aside import aside
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
+from tightfit.runtime.simulation import simulation
 from tightfit.step import Loss, Part, StepSettings, adding_up, let_go, modules_beside, stepped, update
 from tightfit.tracing.compiled_code import compiled_code_played
 from tightfit.tracing.copies import copies_played
@@ -122,7 +124,7 @@ def _joined(dry: DryRun, model: nn.Module, rank: Rank) -> nn.Module:
     """The model as a rank holds it, which wraps it first."""
     dry.ledger.track_all(model.parameters())
     wrapped = rank.wrapped(model)
-    if rank.is_on_host and now.playing_cuda:
+    if rank.is_on_host and simulation.of_cuda:
         for shard in (memory for parameter in wrapped.parameters() for memory in memory_of(parameter)):
             dry.ledger.on_host(shard)
     announce(dry.ledger, wrapped, [], [])
@@ -333,7 +335,7 @@ def _dry(
             answers_of(model),
         )
         modules.clock = lambda: len(dry.operators)
-        now.dry = True
+        simulation.is_dry = True
         try:
             restored.enter_context(faults.raised())
             for module in beside:
@@ -364,7 +366,7 @@ def _dry(
             ):
                 yield dry
         finally:
-            now.dry = False
+            simulation.is_dry = False
             dry.restore()
             ledger.close()
 
@@ -440,11 +442,11 @@ def _watching_saves(ledger: Ledger) -> Iterator[None]:
         if cell is not None:
             ledger.values[cell.value].saved = True
 
-    now.on_save = saved
+    activity.on_save = saved
     try:
         yield
     finally:
-        now.on_save = None
+        activity.on_save = None
 
 
 @contextmanager

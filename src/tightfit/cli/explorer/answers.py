@@ -26,7 +26,7 @@ from tightfit.planner.request import Request
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import Tradeoff
 from tightfit.recipes.records import RecipesRecord
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.step import TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import CompileError, LeverError
+from tightfit.levers.activity import activity, players
 from tightfit.levers.captured.graph import CapturedGraph
 from tightfit.levers.captured.observers import observers
 from tightfit.levers.compiled import own_forward
@@ -22,7 +23,7 @@ from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.policy import KEEP_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward
 from tightfit.memory.allocator import collector_off
-from tightfit.runtime.activity import now
+from tightfit.runtime.aside import asides
 from tightfit.runtime.cpp_compiler import demand_compiler
 from tightfit.runtime.internals import (
     autocast_is_active,
@@ -38,6 +39,7 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.module_paths import module_at
 from tightfit.runtime.nested import tensors_in
+from tightfit.runtime.simulation import simulation
 
 MOST_SHAPES = 8  # shapes of inputs for which blocks of one kind are captured, as in PyTorch's compiler
 MOST_CAPTURES = 3 * MOST_SHAPES  # of one block: in training and not, with gradients of its input and without
@@ -137,7 +139,7 @@ class Group:
             return
         text = f"blocks of {kind.__name__} {what}: {reason}"
         # A dry run has no user to warn: a plan says which blocks are not captured, and a training warns by itself.
-        if text not in self.told and not now.aside:
+        if text not in self.told and not asides.depth:
             self.told.add(text)
             warnings.warn(f"{path}: {text}", stacklevel=4)
 
@@ -220,7 +222,7 @@ class CapturedForward(FrugalForward):
             return self.stand_in(args, kwargs)
         if under_autocast and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
             return self.stand_in(args, kwargs)  # autocast casts a leaf once for all of its readers
-        player = now.dry_captured
+        player = players.captured
         if player is None and dispatch_is_watched():
             player = observers()
             if player is None or self.fused:
@@ -249,8 +251,8 @@ class CapturedForward(FrugalForward):
     def tell(self, reason: str) -> None:
         """Run without being captured from now on, and say why."""
         self.refused = reason
-        if now.on_refused_capture is not None:
-            now.on_refused_capture(self.path, reason)  # a dry run restores what its step changes, this forward too
+        if activity.on_refused_capture is not None:
+            activity.on_refused_capture(self.path, reason)  # a dry run restores what its step changes, this forward too
         self.group.tell(self.path, type(self.module), reason)
 
     def attempt(self, args: tuple, kwargs: dict, *, settled: bool) -> tuple[str | None, Any]:
@@ -267,7 +269,7 @@ class CapturedForward(FrugalForward):
             policy = None if self.shares_graphs else self.policy
             kind = type(self.module)
             place = self.path if self.path in _apart.get(kind, ()) else None
-            captured = captured_forward(kind, policy, operator_switches(), now.card, place)
+            captured = captured_forward(kind, policy, operator_switches(), simulation.card, place)
             _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
             _recording.recorded = False
             with collector, recording_settings() if settled else nullcontext():
@@ -352,15 +354,15 @@ def captured_forward(
             assert forward is not None, "captured blocks run by their forwards"
             function = found.functions.get((forward.policy, forward.fused))
             if function is None:
-                if now.dry_captured is not None and forward.fused:
+                if players.captured is not None and forward.fused:
                     found.prepare(forward.group.fused.get(kind, ()))
                 function = found.function(forward.policy, fused=forward.fused)
                 if function is None:
                     raise ServesOthers
             _recording.recorded = True  # what fails from here on is the program
-            if now.dry_captured is not None:
+            if players.captured is not None:
                 # AOTAutograd's wrapper writes new contents of buffers after the program.
-                return now.dry_captured.run(lambda given: function(*given), list(arguments))
+                return players.captured.run(lambda given: function(*given), list(arguments))
             return function(*arguments)
 
         return run
@@ -371,12 +373,12 @@ def captured_forward(
 @contextmanager
 def played_by(player: Any) -> Iterator[None]:
     """A context outside of a dry run or of observers, which `player` activates again for programs."""
-    outer, now.dry_captured = now.dry_captured, player
+    outer, players.captured = players.captured, player
     try:
         with player.outside():
             yield
     finally:
-        now.dry_captured = outer
+        players.captured = outer
 
 
 def shapes_of(arguments: Any) -> tuple:

@@ -12,10 +12,10 @@ from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.levers.recompute import recompute as recompute_recorded
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import RecordedForward
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import autocast_is_active, ignore_questions_for_gradients, without_dynamo
 from tightfit.runtime.module_paths import module_at
 from tightfit.runtime.nested import tensors_in
+from tightfit.runtime.simulation import simulation
 
 
 def recompute(
@@ -86,7 +86,7 @@ class RecomputedForward(RecordedForward):
             self.is_plain = has_plain_weights(self.module)
         if not self.is_plain:
             return super().__call__(*args, **kwargs)
-        if not autocast_is_active() or now.dry or self.is_alone:
+        if not autocast_is_active() or simulation.is_dry or self.is_alone:
             return self.program(*args, **kwargs)
         return self._watched(args, kwargs)
 
@@ -122,4 +122,4 @@ def has_plain_weights(block: nn.Module) -> bool:
 
 def is_on_card(arguments: Any) -> bool:
     """Whether a block's arguments are on a card, or a dry run simulates one."""
-    return now.playing_cuda or any(tensor.is_cuda for tensor in tensors_in(arguments))
+    return simulation.of_cuda or any(tensor.is_cuda for tensor in tensors_in(arguments))

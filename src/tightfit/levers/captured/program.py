@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tightfit.levers.activity import captured_program, players, recomputation
 from tightfit.levers.captured.draws import replayed
 from tightfit.levers.captured.in_place import Memory
 from tightfit.levers.captured.partition import (
@@ -22,7 +23,6 @@ from tightfit.levers.captured.partition import (
     drop_unread,
 )
 from tightfit.levers.captured.views import CONTIGUOUS, join_views, shorten_views
-from tightfit.runtime.activity import captured_program, now, recomputation
 from tightfit.runtime.bindings import binding_of
 from tightfit.runtime.internals import boxed, dispatch_is_watched, function_switches, switched_as
 
@@ -127,9 +127,9 @@ def written(module: Any, order: list[Any], again: set[Any], returned: set[Any]) 
     straight, watched = writer.function(marked=False), writer.function(marked=True) if again else None
 
     def call(args: list[Any]) -> Any:
-        if now.dry_captured is not None:
+        if players.captured is not None:
             with captured_program():
-                return now.dry_captured.run(watched or straight, args)
+                return players.captured.run(watched or straight, args)
         is_marked = watched is not None and (dispatch_is_watched() or _forward.switches is not None)
         return (watched if watched is not None and is_marked else straight)(args)
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tightfit.levers.activity import offload
 from tightfit.levers.recompute.values import modified_in_place
 from tightfit.memory.pinned import PinnedBuffer
 from tightfit.memory.pool import Lease
-from tightfit.runtime.activity import offload
 from tightfit.runtime.internals import is_shared
 from tightfit.runtime.operators import fresh_memory
 from tightfit.runtime.streams import CudaStreams

@@ -8,8 +8,8 @@ import numpy
 import torch
 from torch.utils._pytree import tree_iter
 
-from tightfit.runtime.activity import host_memory
 from tightfit.runtime.operators import Traits
+from tightfit.runtime.simulation import host_memory
 
 
 def default_generator(device: torch.device) -> torch.Generator:

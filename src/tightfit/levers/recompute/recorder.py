@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import RecomputeError
+from tightfit.levers.activity import activity
 from tightfit.levers.recompute.expected import Ran
 from tightfit.levers.recompute.exposure import ExposureMode
 from tightfit.levers.recompute.generators import GeneratorState, draws, generator_of
@@ -39,7 +40,6 @@ from tightfit.levers.recompute.values import (
     root_of,
     set_product,
 )
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import dispatch_is_watched
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.operators import (
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         traits = traits_of(func)
-        if now.recomputing or now.offloading:
+        if activity.recomputing or activity.offloading:
             return func(*args, **kwargs)  # replays and copies for offload are our own operators, not the block's
         if traits.is_view:
             return func(*args, **kwargs)  # it only changes geometry
@@ -124,12 +124,8 @@ class Recorder(TorchDispatchMode):
         if not is_watched:
             return self.run(func, traits, decision, args, kwargs)
         known = key if self.by_operands else self.next_key(traits.name, operands)
-        outer = now.region, now.occurrence, now.operands, now.recording
-        now.region, now.occurrence, now.operands, now.recording = self.region, known[1], operands, self.recording
-        try:
+        with activity.observed(self.region, known[1], operands, self.recording):
             return self.run(func, traits, decision, args, kwargs)
-        finally:
-            now.region, now.occurrence, now.operands, now.recording = outer
 
     def next_key(self, name: str, operands: str) -> OperatorKey:
         """Count a call, and give it its key."""

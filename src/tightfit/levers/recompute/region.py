@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.errors import RecomputeError
+from tightfit.levers.activity import activity
 from tightfit.levers.recompute.boundary import enter, leave
 from tightfit.levers.recompute.expected import Expected
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
@@ -19,7 +20,6 @@ from tightfit.levers.recompute.recorder import Recorder
 from tightfit.levers.recompute.saved import unpack
 from tightfit.levers.recompute.saves import Again, Noting, Saves
 from tightfit.levers.recompute.values import OffloadStore, RecordingScope
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import (
     dual_numbers_are_active,
     nothing_is_watched,
@@ -132,7 +132,7 @@ class RecordedForward(FrugalForward):
         if self.steps_aside:
             return self.original(*args, **kwargs)
         notes = (
-            self.policy.offloads_all and self.holds_output and now.on_save is None and nothing_is_watched()
+            self.policy.offloads_all and self.holds_output and activity.on_save is None and nothing_is_watched()
         )  # in a segment, a block reads values that another one computes
         kind = self._kind_of(args, kwargs) if notes else ()
         saves = self.saves.get(kind) if notes else None

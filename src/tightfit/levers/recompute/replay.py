@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import torch
 
+from tightfit.levers.activity import recomputation
 from tightfit.levers.recompute.values import Fetch, Operation, Product, Reference, whole_storage
-from tightfit.runtime.activity import recomputation
 from tightfit.runtime.internals import NoAutocast, function_switches, switched_as
 
 

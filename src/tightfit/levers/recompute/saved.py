@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from tightfit.levers.activity import activity
 from tightfit.levers.recompute.replay import materialise
 from tightfit.levers.recompute.values import (
     Geometry,
@@ -13,7 +14,6 @@ from tightfit.levers.recompute.values import (
     modified_in_place,
     product_of,
 )
-from tightfit.runtime.activity import now
 
 
 class Promise(NamedTuple):
@@ -39,8 +39,8 @@ def hold(tensor: torch.Tensor) -> Held:
 
 def pack(tensor: torch.Tensor) -> Promise | Held:
     """Saved-tensor hook: save a held tensor itself, and a promise for any other."""
-    if now.on_save is not None:
-        now.on_save(tensor)
+    if activity.on_save is not None:
+        activity.on_save(tensor)
     storage = tensor.untyped_storage() if has_plain_storage(tensor) else None
     product = None if storage is None else product_of(storage)
     if product is None or product.blank or is_aliased(storage):

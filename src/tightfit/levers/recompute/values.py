@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from tightfit.runtime.activity import offload
+from tightfit.levers.activity import offload
 from tightfit.runtime.internals import counting_alias, function_switches
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 

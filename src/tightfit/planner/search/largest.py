@@ -21,7 +21,7 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import fingerprint
-from tightfit.runtime.activity import aside
+from tightfit.runtime.aside import aside
 from tightfit.step import Batch
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors

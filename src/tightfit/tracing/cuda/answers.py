@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cuda.attention import AttentionCall, Capability, efficient_takes, flash_takes
 from tightfit.tracing.cuda.replacements import Replacements
 
@@ -48,7 +48,7 @@ class DeviceProperties(Protocol):
 
 def card_played() -> DeviceProperties | None:
     """The device that this thread simulates, if any."""
-    return now.card if now.playing_cuda else None
+    return simulation.card if simulation.of_cuda else None
 
 
 def shared_memory(capability: tuple[int, int]) -> int:
@@ -222,7 +222,7 @@ def _replace_switch(switch: Any, replacements: Replacements) -> None:
 
 
 def _of_simulated_device(device_type: str) -> str:
-    if device_type != "cuda" or not now.playing_cuda:
+    if device_type != "cuda" or not simulation.of_cuda:
         return device_type
     # dynamo notes the state of both devices, and puts each back.
     return device_type if sys._getframe(2).f_globals.get("__name__") == _DYNAMO else "cpu"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import attention_priority, cudnn_attention_is_preferred, dispatch_modes
+from tightfit.tracing.rules import inside
 from tightfit.tracing.shapes import KNOWN_LIMIT
 
 aten = torch.ops.aten
@@ -206,13 +206,13 @@ def attend(capability: Capability, call: AttentionCall, scale: float | None) -> 
     if backend is Backend.MATH or call.may_be_known:
         # It adds its mask in place unless a dispatch mode is active (`areAnyTensorSubclassLike`): a lever's is in
         # the real step too, and the dry run's own is not.
-        outer, now.inside_operator, now.adds_in_place = now.inside_operator, True, dispatch_modes() == 1
+        outer, inside.operator, inside.adds_in_place = inside.operator, True, dispatch_modes() == 1
         try:
             result = aten._scaled_dot_product_attention_math.default(
                 *call.tensors, _as_bias(call), call.dropout, call.causal, scale=scale, enable_gqa=call.grouped
             )
         finally:
-            now.inside_operator = outer
+            inside.operator = outer
         return result[0]
     if backend is Backend.FLASH:
         return flash(call, scale)

@@ -6,6 +6,7 @@ estimate says so. A package that can be imported is used itself: its operators h
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tightfit.errors import TraceError
-from tightfit.runtime.activity import now
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cuda.attention import AttentionCall, flash
 from tightfit.tracing.cuda.replacements import Replacements
 from tightfit.tracing.dry_run import running
@@ -108,9 +109,9 @@ def _replace_lookup(module: ModuleType, replacements: Replacements) -> None:
     find = module._lazy_imports
 
     def found(implementation: str | None, *args: Any, **kwargs: Any) -> tuple[Callable[..., Any] | None, ...]:
-        if implementation != _NAME or not now.dry:
+        if implementation != _NAME or not simulation.is_dry:
             return find(implementation, *args, **kwargs)
-        if not now.playing_cuda:
+        if not simulation.of_cuda:
             raise TraceError(f"{_NAME} needs a CUDA device: name one (device), or use another attn_implementation")
         return *_functions(), None, module._pad_input, module._unpad_input
 
@@ -134,29 +135,36 @@ def _replace_checks(module: ModuleType, replacements: Replacements) -> None:
     )
 
     def import_error(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not now.dry_building or kwargs.get("flash_attn_version", args[0] if args else None) != 2:
+        if not _builds.depth or kwargs.get("flash_attn_version", args[0] if args else None) != 2:
             check(self, *args, **kwargs)
 
     def is_kernels_available(*args: Any, **kwargs: Any) -> bool:
-        return not now.dry_building and has_hub(*args, **kwargs)  # it would fetch the kernels from the hub
+        return not _builds.depth and has_hub(*args, **kwargs)  # it would fetch the kernels from the hub
 
     def lazy_import_flash_attention(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
-        return None if now.dry_building and implementation == _NAME else preload(implementation, *args, **kwargs)
+        return None if _builds.depth and implementation == _NAME else preload(implementation, *args, **kwargs)
 
     replacements.replace(module.PreTrainedModel, "_flash_attn_import_error", import_error)
     replacements.replace(module, "is_kernels_available", is_kernels_available)
     replacements.replace(module, "lazy_import_flash_attention", lazy_import_flash_attention)
 
 
+class _Builds(threading.local):
+    """Builds of models without memory in this thread."""
+
+    depth: int = 0
+
+
+_builds = _Builds()
 _BUILDING = Replacements({_MODELS: _replace_checks})
 
 
 @contextmanager
 def flash_models_allowed() -> Iterator[None]:
     """A context in which a model of `transformers` can be built for `flash_attn` without the package."""
-    now.dry_building += 1
+    _builds.depth += 1
     try:
         with _BUILDING.active():
             yield
     finally:
-        now.dry_building -= 1
+        _builds.depth -= 1

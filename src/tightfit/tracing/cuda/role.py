@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tightfit.runtime.activity import now
 from tightfit.runtime.internals import autocast_cache_cleared_by, foreach_on_cpu, kernels_replaced
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cuda.allocator import Scratch
 from tightfit.tracing.cuda.answers import replace_in_backends, replace_in_torch
 from tightfit.tracing.cuda.attention import Capability
@@ -82,8 +82,8 @@ class CudaRole:
             foreach_on_cpu(),
             OTHERS.active(),
         ):
-            now.playing_cuda, now.card = True, self
+            simulation.card = self
             try:
                 yield
             finally:
-                now.playing_cuda, now.card = False, None
+                simulation.card = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.runtime.activity import AsideOfLoop
+from tightfit.runtime.aside import AsideOfLoop
 from tightfit.runtime.internals import at_end_of_backward, current_node
 from tightfit.runtime.nested import flatten
 from tightfit.tracing.record import Phase

@@ -18,7 +18,7 @@ from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.pool import named_pools
 from tightfit.planner.step_figures import step_figures
 from tightfit.planner.wrapped import refuse_sharded
-from tightfit.runtime.activity import now
+from tightfit.runtime.aside import asides
 from tightfit.runtime.internals import compiled_code_off, is_innermost
 from tightfit.runtime.module_paths import unwrapped
 from tightfit.runtime.nested import tensors_in
@@ -152,7 +152,7 @@ class Monitor:
         self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
         self._sampler.start(self._device)
         self._step_began = time.perf_counter()
-        now.on_aside = (*now.on_aside, self._on_aside)
+        asides.callbacks = (*asides.callbacks, self._on_aside)
         if self.traced_step:
             self._start_tracing()
 
@@ -172,7 +172,7 @@ class Monitor:
         finally:  # remove all hooks, even if the record cannot be made
             self.stage.remove()
             self._stop_tracing()
-            now.on_aside = tuple(callback for callback in now.on_aside if callback != self._on_aside)
+            asides.callbacks = tuple(callback for callback in asides.callbacks if callback != self._on_aside)
         self._record = self._make_record()
         self._models, self._optimizers = {}, []
 

@@ -1,0 +1,47 @@
+"""What a dry run makes of this process: levers, optimizers and operators of our own ask whether their tensors are real.
+
+Dry runs write, and everything above them reads. Each thread has its own state: a dry run in one thread does not affect
+a training in another.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Simulation(threading.local):
+    """Mutable, one instance: `simulation`, whose attributes are those of the reading thread."""
+
+    is_dry: bool = False  # a step runs dry: hooks on the real model's gradients must do nothing
+    card: Any = None  # the CUDA device that CPU tensors simulate (`tracing/cuda/role.py`)
+    host: int = 0  # depth of code that works in host memory, whatever the device
+    repeats: int = 1  # how often the operators that run now run in the real step, one after the other
+
+    @property
+    def of_cuda(self) -> bool:
+        """Whether CPU tensors simulate those of a CUDA device."""
+        return self.card is not None
+
+
+simulation = Simulation()
+
+
+@contextmanager
+def repeated(times: int) -> Iterator[None]:
+    """A context whose operators stand for themselves and for the same ones on other pieces of a tensor."""
+    outside, simulation.repeats = simulation.repeats, simulation.repeats * times
+    try:
+        yield
+    finally:
+        simulation.repeats = outside
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """A context whose new tensors are in host memory, whatever the device."""
+    simulation.host += 1
+    try:
+        yield
+    finally:
+        simulation.host -= 1
