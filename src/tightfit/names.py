@@ -10,37 +10,102 @@ from tightfit.errors import InputError
 
 # Optimizers.
 
-# What each is, as the documentation says it.
+_AS_ADAMW = ("lr", "betas", "eps", "weight_decay")
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What is known of an optimizer outside of `tightfit.optim`, where `by_name` builds it.
+
+    - `summary` and `words` say what it is, in the documentation and in a table of recipes.
+    - `made` is the class, and `settings` its arguments, as a loop of plain PyTorch writes them.
+    - `takes` are the settings with the same meaning as AdamW's.
+    - `state_bytes` are the least bytes of states for each trained number, of weights in fp32 and in bf16.
+    - `changes` is what its states change beside AdamW's, and `master` what it changes of weights in 16 bits. None: it
+      is another optimizer.
+    - `tried` are the dtypes of weights with which a search for recipes tries it.
+    """
+
+    summary: str
+    words: str
+    made: str
+    settings: str = ""
+    takes: tuple[str, ...] = _AS_ADAMW
+    state_bytes: tuple[float, float] = (8.0, 4.0)
+    changes: str | None = ""
+    master: str = ""
+    tried: tuple[str, ...] = ()
+    needs_bf16: bool = False
+    rounds: bool = False  # updates of bf16 weights are rounded to nearest, so small ones are lost
+    tried_on_cpu: bool = True
+    steps_in_backward: bool = True
+    steps_parts: bool = True  # of a matrix; false: an update of a part needs the rest
+    steps_shards: bool = False  # of FSDP2
+    foreign: tuple[str, ...] = ()  # its names in other trainers
+
+    @property
+    def package(self) -> str | None:
+        """The package that brings it, beside torch and tightfit."""
+        package = self.made.partition(".")[0]
+        return None if package in ("torch", "tightfit") else package
+
+
 OPTIMIZERS = {
-    "adamw": "AdamW, as PyTorch chooses its implementation",
-    "adamw_fused": "AdamW in one kernel",
-    "adamw8bit": "AdamW with 8-bit states (package bitsandbytes)",
-    "adamw4bit": "AdamW with 4-bit states (package torchao)",
-    "adamw_bf16": "AdamW for bf16 weights, with 16 more bits kept beside them: an exact fp32 master",
-    "adamw_bf16_stochastic": "AdamW for bf16 weights, rounded stochastically",
-    "flash_adamw": "AdamW with 8-bit states, and for bf16 weights 8 more bits kept beside them: 24-bit masters",
-    "offloaded_adamw": "AdamW with its states on the host; `offloaded_adamw:0.5` for half of them",
-    "adam": "Adam",
-    "muon": "Muon on matrices, AdamW on the rest",
-    "adafactor": "Adafactor",
-    "sgd": "SGD",
-}
+    "adamw": OptimizerFacts(
+        "AdamW, as PyTorch chooses its implementation", "AdamW", "torch.optim.AdamW", rounds=True, steps_shards=True,
+        foreign=("adamw_torch",),
+    ),
+    "adamw_fused": OptimizerFacts(
+        "AdamW in one kernel", "fused AdamW", "torch.optim.AdamW", "fused=True", tried=("fp32", "bf16"), rounds=True,
+        steps_shards=True, foreign=("adamw_torch_fused",),
+    ),
+    "adamw_bf16": OptimizerFacts(
+        "AdamW for bf16 weights, with 16 more bits kept beside them: an exact fp32 master", "AdamW with an fp32 master",
+        "tightfit.optim.BF16AdamW", state_bytes=(8.0, 10.0), tried=("bf16",), needs_bf16=True,
+    ),
+    "adamw_bf16_stochastic": OptimizerFacts(
+        "AdamW for bf16 weights, rounded stochastically", "AdamW, stochastic rounding", "tightfit.optim.BF16AdamW",
+        'keeping="stochastic"', state_bytes=(8.0, 8.0), tried=("bf16",), needs_bf16=True,
+    ),
+    "flash_adamw": OptimizerFacts(
+        "AdamW with 8-bit states, and for bf16 weights 8 more bits kept beside them: 24-bit masters", "flash AdamW",
+        "tightfit.optim.FlashAdamW", state_bytes=(2.0, 3.0), changes="8-bit states", master="24-bit master weights",
+        tried=("fp32", "bf16"),
+    ),
+    "adamw8bit": OptimizerFacts(
+        "AdamW with 8-bit states (package bitsandbytes)", "8-bit AdamW", "bitsandbytes.optim.AdamW8bit",
+        state_bytes=(2.0, 2.0), changes="8-bit states", tried=("fp32", "bf16"), rounds=True,
+        foreign=("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit"),
+    ),
+    "adamw4bit": OptimizerFacts(
+        "AdamW with 4-bit states (package torchao)", "4-bit AdamW", "torchao.optim.AdamW4bit", state_bytes=(1.0, 1.0),
+        changes="4-bit states", tried=("fp32", "bf16"), rounds=True, foreign=("adamw_torch_4bit",),
+        tried_on_cpu=False,  # it compiles its step for a minute
+    ),
+    "offloaded_adamw": OptimizerFacts(
+        "AdamW with its states on the host; `offloaded_adamw:0.5` for half of them", "AdamW, states on the host",
+        "tightfit.optim.OffloadedAdamW", state_bytes=(0.0, 0.0), tried=("fp32", "bf16"),
+        tried_on_cpu=False,  # there the host is the device
+        steps_in_backward=False,  # it has moved its gradients already
+    ),
+    "adam": OptimizerFacts("Adam", "Adam", "torch.optim.Adam", changes=None, rounds=True, steps_shards=True),
+    "adafactor": OptimizerFacts(
+        "Adafactor", "Adafactor", "torch.optim.Adafactor", takes=("lr", "weight_decay"), state_bytes=(0.0, 0.0),
+        changes=None, tried=("fp32", "bf16"), rounds=True, steps_parts=False,
+    ),
+    "muon": OptimizerFacts(
+        "Muon on matrices, AdamW on the rest", "Muon", "tightfit.optim.MuonWithAdamW", state_bytes=(4.0, 2.0),
+        changes=None, tried=("fp32",), steps_parts=False,
+        steps_in_backward=False,  # it orders its matrices
+    ),
+    "sgd": OptimizerFacts(
+        "SGD", "SGD", "torch.optim.SGD", takes=("lr",), state_bytes=(0.0, 0.0), changes=None, rounds=True,
+        steps_shards=True,
+    ),
+}  # fmt: skip
 OFFLOADED = "offloaded_adamw"
 FLASH = "flash_adamw"
-OF_WHOLE_MATRICES = ("muon", "adafactor")  # an update of a matrix's part needs the rest
-
-
-FOR_BF16 = ("adamw_bf16", "adamw_bf16_stochastic")
-
-# The names of other trainers.
-FOREIGN = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw_fused",
-    "adamw_bnb_8bit": "adamw8bit",
-    "adamw_8bit": "adamw8bit",
-    "adamw_torch_8bit": "adamw8bit",
-    "adamw_torch_4bit": "adamw4bit",
-}
+FOREIGN = {foreign: name for name, facts in OPTIMIZERS.items() for foreign in facts.foreign}
 
 
 class OptimizerName(NamedTuple):

@@ -7,13 +7,14 @@ import torch
 from small_training import assert_same_weights, batches, loss_of, net, resumed_equals_uninterrupted, train
 
 from tightfit.errors import ConfigError, DeviceError, InputError
-from tightfit.names import FOR_BF16, FOREIGN, OPTIMIZERS
+from tightfit.names import FOREIGN, OPTIMIZERS
 from tightfit.optim import MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.by_name import build_optimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.training.config import TrainingConfig, parse_config
 from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
 
+FOR_BF16 = [name for name, facts in OPTIMIZERS.items() if facts.needs_bf16]
 LOW_BIT = ("adamw8bit", "adamw4bit")
 low_bit = pytest.mark.parametrize("name", ["adamw8bit", pytest.param("adamw4bit", marks=pytest.mark.slow)])  # compiles
 FREE = sorted(OPTIMIZERS.keys() - set(LOW_BIT))

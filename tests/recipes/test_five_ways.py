@@ -6,7 +6,7 @@ import torch
 import tightfit
 from tightfit.errors import CannotFit
 from tightfit.models.loading import build_model
-from tightfit.recipes.records import STATES
+from tightfit.names import OPTIMIZERS
 from tightfit.recipes.ways import WaysOut
 from tightfit.step import StepSettings, TokenBatch
 from tightfit.training.config.schema import PretrainedModel
@@ -54,7 +54,7 @@ def test_8b_has_the_ways_that_people_take():
     names = " / ".join(way.name for way in found.fitting)
     for said in ("offloaded_adamw", "bf16 weights", "low-rank adapters"):
         assert said in names
-    assert any(name in names for name, states in STATES.items() if states == "8-bit states")
+    assert any(name in names for name, facts in OPTIMIZERS.items() if facts.changes == "8-bit states")
     # Weights and states take 89.75 GiB. Autocast keeps a bf16 copy of each weight until forward ends: 14.96 GiB more.
     (stepping,) = [way for way in found.ways if way.name == "step in backward"]
     assert not stepping.fits

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tightfit.names import OPTIMIZERS
-from tightfit.recipes.records import OPTIMIZERS_IN_WORDS, Largest, Outcome, Recipe, RecipesRecord
+from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
 from tightfit.training.config import AdapterConfig
 
 NF4 = AdapterConfig(r=16, base="nf4")
@@ -30,10 +29,6 @@ NF4 = AdapterConfig(r=16, base="nf4")
 )
 def test_a_recipe_says_what_it_is_and_what_it_changes(recipe, name, changes):
     assert (recipe.name, recipe.changes) == (name, changes)
-
-
-def test_every_optimizer_has_words():
-    assert OPTIMIZERS_IN_WORDS.keys() == OPTIMIZERS.keys()
 
 
 def test_levers_exact_to_rounding_change_nothing_else():

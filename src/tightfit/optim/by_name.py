@@ -9,7 +9,7 @@ import torch
 
 from tightfit.errors import InputError
 from tightfit.memory.allocator import memory_of
-from tightfit.names import FOR_BF16, OptimizerName, parse_optimizer
+from tightfit.names import OPTIMIZERS, OptimizerName, parse_optimizer
 from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
@@ -18,7 +18,6 @@ from tightfit.runtime.internals import fused_kernel_devices
 from tightfit.runtime.nested import tensors_in
 
 OptimizerFactory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-_ADAM_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def _fused(groups: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
@@ -41,7 +40,6 @@ _KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }
-_SETTINGS = {"adafactor": ("lr", "weight_decay"), "sgd": ("lr",)}  # the settings with the same meaning as AdamW's
 
 
 def build_optimizer(
@@ -69,12 +67,12 @@ def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, A
     Raises the same errors as `build_optimizer`.
     """
     kind, fraction = _parsed(name)
-    known = _SETTINGS.get(kind, _ADAM_SETTINGS)
-    options = {key: value for key, value in settings.items() if key in known}
+    facts = OPTIMIZERS[kind]
+    options = {key: value for key, value in settings.items() if key in facts.takes}
     if fraction is not None:
         options["fraction"] = fraction
     groups = list(groups)
-    if kind in FOR_BF16:
+    if facts.needs_bf16:
         _demand_bf16(kind, groups)
     return _KINDS[kind](groups, **options)
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from tightfit.devices.spec import DeviceSpec
-from tightfit.names import parse_optimizer
+from tightfit.names import OFFLOADED, OPTIMIZERS, parse_optimizer
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.world import World
 from tightfit.recipes.records import FEW_BITS, Autocast, Dtype, Recipe
@@ -16,26 +16,8 @@ from tightfit.training.config.schema import AdapterConfig
 ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
 BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf16
 
-# Of AdamW and its kin. Adam, SGD and plain AdamW are left out: the others need less, or learn as well with as much.
-FOR_FP32 = ("adamw_fused", "flash_adamw", "adamw8bit", "adamw4bit", "offloaded_adamw", "adafactor", "muon")
-FOR_BF16 = ("adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", *FOR_FP32[1:6])
-PACKAGES = {"adamw8bit": "bitsandbytes", "adamw4bit": "torchao", "nf4": "bitsandbytes", "int8": "torchao"}
+PACKAGES = {"nf4": "bitsandbytes", "int8": "torchao"}  # of bases
 EXTRAS = {"peft": "hf", "bitsandbytes": "lowbit", "torchao": "lowbit"}  # of tightfit, by the package that it brings
-NOT_ON_CPU = ("adamw4bit", "offloaded_adamw")  # one compiles its step for a minute, the other's host is the device
-NOT_IN_BACKWARD = ("offloaded_adamw", "muon")  # one has moved its gradients already, the other orders its matrices
-
-# Least bytes of states for each trained number, by the width of its weight in bytes.
-STATE_BYTES = {
-    "adamw8bit": lambda width: 2.0,
-    "adamw4bit": lambda width: 1.0,
-    "flash_adamw": lambda width: 3.0 if width == 2 else 2.0,
-    "adamw_bf16": lambda width: 10.0 if width == 2 else 8.0,
-    "adamw_bf16_stochastic": lambda width: 8.0,
-    "offloaded_adamw": lambda width: 0.0,
-    "adafactor": lambda width: 0.0,
-    "muon": lambda width: float(width),
-    "sgd": lambda width: 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +58,7 @@ def needed_packages(recipe: Recipe) -> tuple[str, ...]:
     """The packages that a recipe needs beside those that tightfit always brings."""
     base = None if recipe.adapter is None else recipe.adapter.base
     kind = parse_optimizer(recipe.optimizer).kind
-    needed = [*([] if base is None else ["peft", PACKAGES.get(base)]), PACKAGES.get(kind)]
+    needed = [*([] if base is None else ["peft", PACKAGES.get(base)]), OPTIMIZERS[kind].package]
     return tuple(package for package in dict.fromkeys(needed) if package is not None)
 
 
@@ -117,19 +99,20 @@ def _full(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
     if wanted.dtype in (None, "fp32"):
         usual = ("fp32",) if device.kind == "cpu" else ("fp32", half)
         for precision in usual if wanted.precision is None else (wanted.precision,):
-            yield from _with_optimizers(Recipe("fp32", precision=precision), FOR_FP32, device, wanted)
+            yield from _with_optimizers(Recipe("fp32", precision=precision), device, wanted)
     if wanted.dtype == "bf16" or (wanted.dtype is None and half == "bf16"):
-        yield from _with_optimizers(Recipe("bf16", precision=wanted.precision or "fp32"), FOR_BF16, device, wanted)
+        yield from _with_optimizers(Recipe("bf16", precision=wanted.precision or "fp32"), device, wanted)
 
 
-def _with_optimizers(recipe: Recipe, names: Sequence[str], device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
+def _with_optimizers(recipe: Recipe, device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
+    names = [name for name, facts in OPTIMIZERS.items() if recipe.dtype in facts.tried]
     for name in names if wanted.optimizer is None else (wanted.optimizer,):
-        kind = parse_optimizer(name).kind
-        if wanted.optimizer is None and device.kind == "cpu" and kind in NOT_ON_CPU:
+        facts = OPTIMIZERS[parse_optimizer(name).kind]
+        if wanted.optimizer is None and device.kind == "cpu" and not facts.tried_on_cpu:
             continue
         each = replace(recipe, optimizer=name)
         yield each
-        if kind not in NOT_IN_BACKWARD and recipe.precision != "fp16":
+        if facts.steps_in_backward and recipe.precision != "fp16":
             yield replace(each, step_in_backward=True)
 
 
@@ -149,9 +132,9 @@ def adapter_recipes(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
 def least_state_bytes(recipe: Recipe, model: nn.Module) -> int:
     """The least bytes of states that the recipe's optimizer has on the device, by arithmetic."""
     kind, fraction = parse_optimizer(recipe.optimizer)
-    rule = STATE_BYTES.get(kind, lambda width: 2.0 * width)
+    of_fp32, of_bf16 = OPTIMIZERS[kind].state_bytes
     trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(rule(p.element_size()) * p.numel() for p in trained)
+    count = sum((of_bf16 if p.element_size() == 2 else of_fp32) * p.numel() for p in trained)
     if fraction is not None:
         count = (1 - fraction) * sum(8.0 * p.numel() for p in trained)
     return int(count)
@@ -161,7 +144,7 @@ def least_bytes(recipe: Recipe, model: nn.Module, held: int) -> int:
     """The least bytes that a step of the recipe can take: weights (`held`), states and gradients."""
     kind = parse_optimizer(recipe.optimizer).kind
     trained = [p.nbytes for p in model.parameters() if p.requires_grad]
-    frees = recipe.step_in_backward or kind == "offloaded_adamw"
+    frees = recipe.step_in_backward or kind == OFFLOADED
     gradients = max(trained, default=0) if frees else sum(trained)
     return held + gradients + least_state_bytes(recipe, model)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tightfit.errors import InputError
-from tightfit.names import parse_optimizer
+from tightfit.names import OPTIMIZERS, parse_optimizer
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.recipes.choices import EXTRAS, install_line, needed_packages
 from tightfit.recipes.lines import in_short
@@ -15,22 +15,6 @@ from tightfit.recipes.records import FEW_BITS, Outcome, Recipe
 
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 RATES = {True: "2e-4", False: "1e-5"}  # of adapters, which start at zero, and of whole models that are fine-tuned
-
-# Class, imports and settings of each optimizer.
-OPTIMIZERS = {
-    "adamw": ("torch.optim.AdamW", "", ""),
-    "adamw_fused": ("torch.optim.AdamW", "", ", fused=True"),
-    "adamw8bit": ("bitsandbytes.optim.AdamW8bit", "import bitsandbytes", ""),
-    "adamw4bit": ("torchao.optim.AdamW4bit", "import torchao", ""),
-    "adamw_bf16": ("BF16AdamW", "from tightfit.optim import BF16AdamW", ""),
-    "adamw_bf16_stochastic": ("BF16AdamW", "from tightfit.optim import BF16AdamW", ', keeping="stochastic"'),
-    "flash_adamw": ("FlashAdamW", "from tightfit.optim import FlashAdamW", ""),
-    "offloaded_adamw": ("OffloadedAdamW", "from tightfit.optim import OffloadedAdamW", ""),
-    "adam": ("torch.optim.Adam", "", ""),
-    "muon": ("MuonWithAdamW", "from tightfit.optim import MuonWithAdamW", ""),
-    "adafactor": ("torch.optim.Adafactor", "", ""),
-    "sgd": ("torch.optim.SGD", "", ""),
-}
 
 
 @dataclass(frozen=True)
@@ -248,11 +232,13 @@ def _script(
     """The parts that all scripts share, around the library's own."""
     recipe = job.recipe
     third, ours = imports[: imports.index("")], imports[imports.index("") + 1 :]
-    name, package, settings = OPTIMIZERS[parse_optimizer(recipe.optimizer).kind]
-    if package.startswith("import"):
-        third.append(package)
-    elif package:
-        ours.append(package)
+    facts = OPTIMIZERS[parse_optimizer(recipe.optimizer).kind]
+    name, settings = facts.made, f", {facts.settings}" if facts.settings else ""
+    if name.startswith("tightfit."):
+        home, _, name = name.rpartition(".")
+        ours.append(f"from {home} import {name}")
+    elif facts.package is not None:
+        third.append(f"import {facts.package}")
     third += ["import torch", *(["import peft"] if recipe.adapter is not None else [])]
     if recipe.step_in_backward:
         ours = _with_name(ours, "step_in_backward")

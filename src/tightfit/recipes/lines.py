@@ -6,30 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.names import parse_optimizer
+from tightfit.names import OPTIMIZERS, parse_optimizer
 from tightfit.planner.levers import CLASSES, allowed_levers, lever_types
 from tightfit.ranks.world import World
 from tightfit.recipes.records import Recipe
 from tightfit.training.config.schema import AdapterConfig
 
-# How a loop of plain PyTorch makes each optimizer.
-IN_PYTHON = {
-    "adamw": "torch.optim.AdamW(model.parameters())",
-    "adamw_fused": "torch.optim.AdamW(model.parameters(), fused=True)",
-    "adamw8bit": "bitsandbytes.optim.AdamW8bit(model.parameters())",
-    "adamw4bit": "torchao.optim.AdamW4bit(model.parameters())",
-    "adamw_bf16": "BF16AdamW(model.parameters())",
-    "adamw_bf16_stochastic": 'BF16AdamW(model.parameters(), keeping="stochastic")',
-    "flash_adamw": "FlashAdamW(model.parameters())",
-    "offloaded_adamw": "OffloadedAdamW(model.parameters())",
-    "adam": "torch.optim.Adam(model.parameters())",
-    "muon": "MuonWithAdamW(model.parameters())",
-    "adafactor": "torch.optim.Adafactor(model.parameters())",
-    "sgd": "torch.optim.SGD(model.parameters())",
-}
-ROOMS = {"torch": "import torch", "bitsandbytes": "import bitsandbytes.optim", "torchao": "import torchao.optim"}
 FOLDER = "FOLDER"  # stands for the folder of a model
-IMPORTS = {kind: ROOMS.get(line.partition(".")[0]) for kind, line in IN_PYTHON.items()}
 
 
 @dataclass(frozen=True)
@@ -83,10 +66,12 @@ def remakes_optimizer(before: Recipe, after: Recipe) -> bool:
 def optimizer_statements(recipe: Recipe) -> list[str]:
     """Statements that import and make a recipe's optimizer."""
     kind, fraction = parse_optimizer(recipe.optimizer)
-    made = IN_PYTHON[kind]
-    if fraction is not None:
-        made = f"{made[:-1]}, fraction={fraction:g})"
-    own = IMPORTS[kind] or f"from tightfit.optim import {made.partition('(')[0]}"
+    facts = OPTIMIZERS[kind]
+    home, _, name = facts.made.rpartition(".")
+    ours = home == "tightfit.optim"
+    settings = [facts.settings] if facts.settings else [f"fraction={fraction:g}"] if fraction is not None else []
+    made = f"{name if ours else facts.made}({', '.join(['model.parameters()', *settings])})"
+    own = f"from {home} import {name}" if ours else "import torch" if facts.package is None else f"import {home}"
     found = [own, f"optimizer = {made}"]
     if recipe.step_in_backward:
         found[1:1] = ["from tightfit.optim import step_in_backward"]

@@ -10,7 +10,7 @@ from tightfit.names import OFFLOADED, OPTIMIZERS, parse_optimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Request
-from tightfit.recipes.choices import ADAPTER, NOT_IN_BACKWARD, half_of, installed
+from tightfit.recipes.choices import ADAPTER, half_of, installed
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.variants import holds_fp32
 from tightfit.runtime.module_paths import module_at
@@ -18,12 +18,6 @@ from tightfit.step import Optimizer
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PLAIN = ("adamw", "adamw_fused")
-CLASSES = {
-    "offloadedadamw": OFFLOADED,
-    "bf16adamw": "adamw_bf16",
-    "flashadamw": "flash_adamw",
-    "muonwithadamw": "muon",
-}
 UNKNOWN = "adamw"  # stands for an optimizer that has no name here, and is never changed
 
 
@@ -33,7 +27,8 @@ def kind_of(optimizer: Optimizer) -> str | None:
         name = getattr(optimizer, "kind", type(optimizer).__name__.lower())
         if name == "adamw" and getattr(optimizer, "defaults", {}).get("fused"):
             return "adamw_fused"
-        name = CLASSES.get(name, name)
+        of_class = (own for own, facts in OPTIMIZERS.items() if facts.made.rpartition(".")[2].lower() == name)
+        name = next(of_class, name)
     else:
         name = optimizer
     return name if name.partition(":")[0] in OPTIMIZERS else None
@@ -81,7 +76,7 @@ def frugal_optimizers(request: Request, recipe: Recipe) -> list[Recipe]:
 def in_backward(request: Request, recipe: Recipe) -> Recipe | None:
     """The recipe with the step in backward; None where it is already, or needs all gradients at once."""
     kind = parse_optimizer(recipe.optimizer).kind
-    if kind_of(request.optimizer) is None or kind in NOT_IN_BACKWARD:
+    if kind_of(request.optimizer) is None or not OPTIMIZERS[kind].steps_in_backward:
         return None
     if recipe.step_in_backward or request.settings.grad_clip is not None or request.settings.precision == "fp16":
         return None

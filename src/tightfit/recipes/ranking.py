@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from tightfit.recipes.records import LOW_RANK, MASTERS, OTHER, PRODUCTS, STATES, WEIGHTS, Outcome, Recipe
+from tightfit.names import OPTIMIZERS, parse_optimizer
+from tightfit.recipes.records import LOW_RANK, OTHER, PRODUCTS, WEIGHTS, Outcome, Recipe
 
 # What a change of the result is worth in doublings of a step's time: a recipe that changes less stands first unless it
 # is slower by more than this. Judgement, not measurement. Adapters on all layers learn about as well as full training
@@ -11,22 +12,23 @@ from tightfit.recipes.records import LOW_RANK, MASTERS, OTHER, PRODUCTS, STATES,
 WORTH = {
     PRODUCTS: 0.1,
     WEIGHTS: 0.3,
-    STATES["adamw8bit"]: 0.2,
-    STATES["adamw4bit"]: 0.5,
-    MASTERS["flash_adamw"]: 0.05,
+    "8-bit states": 0.2,
+    "4-bit states": 0.5,
+    "24-bit master weights": 0.05,
     "frozen weights in 8 bits": 0.4,
     "frozen weights in 4 bits": 0.5,
     OTHER: 1.5,
     LOW_RANK: 1.0,
 }
 ROUNDED_UPDATES = 0.25  # bf16 weights that an optimizer rounds to nearest lose small updates
-LOSSY = ("adamw_fused", "adamw", "adam", "adamw8bit", "adamw4bit", "adafactor", "sgd")
 PRICE_OF_SLOWNESS = 1e-9  # breaks ties
 
 
 def cost_of_changes(recipe: Recipe) -> float:
     """The price of a recipe's changes to the result, in doublings of a step's time."""
-    rounded = recipe.adapter is None and recipe.dtype == "bf16" and recipe.optimizer in LOSSY
+    rounded = (
+        recipe.adapter is None and recipe.dtype == "bf16" and OPTIMIZERS[parse_optimizer(recipe.optimizer).kind].rounds
+    )
     return sum(WORTH[change] for change in recipe.changed) + (ROUNDED_UPDATES if rounded else 0.0)
 
 

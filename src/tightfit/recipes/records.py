@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from tightfit.names import parse_optimizer
+from tightfit.names import OPTIMIZERS, parse_optimizer
 from tightfit.training.config.schema import AdapterConfig
 from tightfit.units import format_bytes
 
@@ -15,31 +15,13 @@ Dtype = Literal["fp32", "bf16"]
 Autocast = Literal["fp32", "bf16", "fp16"]
 FEW_BITS = ("int8", "nf4")  # bases of adapters
 
-OPTIMIZERS_IN_WORDS = {
-    "adamw": "AdamW",
-    "adamw_fused": "fused AdamW",
-    "adamw8bit": "8-bit AdamW",
-    "adamw4bit": "4-bit AdamW",
-    "adamw_bf16": "AdamW with an fp32 master",
-    "adamw_bf16_stochastic": "AdamW, stochastic rounding",
-    "flash_adamw": "flash AdamW",
-    "offloaded_adamw": "AdamW, states on the host",
-    "adam": "Adam",
-    "muon": "Muon",
-    "adafactor": "Adafactor",
-    "sgd": "SGD",
-}
-
 # What a recipe changes in the result, from the least to the most. AdamW in fp32 is what it is compared with.
 NOTHING = "nothing"
 ROUNDING = "rounding"
 PRODUCTS = "products in 16 bits"
 WEIGHTS = "weights in 16 bits"
-STATES = {"flash_adamw": "8-bit states", "adamw8bit": "8-bit states", "adamw4bit": "4-bit states"}
-MASTERS = {"flash_adamw": "24-bit master weights"}  # of weights in 16 bits
 OTHER = "another optimizer"
 LOW_RANK = "low rank"
-ADAMWS = ("adamw", "adamw_fused", "adamw_bf16", "adamw_bf16_stochastic", "offloaded_adamw", *STATES)
 
 
 @dataclass(frozen=True)
@@ -75,7 +57,7 @@ class Recipe:
         if self.adapter is not None and self.precision == "fp32":
             words.append("no autocast")
         kind, fraction = parse_optimizer(self.optimizer)
-        words.append(OPTIMIZERS_IN_WORDS[kind] if fraction is None else f"AdamW, {fraction:.0%} of states on the host")
+        words.append(OPTIMIZERS[kind].words if fraction is None else f"AdamW, {fraction:.0%} of states on the host")
         if self.step_in_backward:
             words.append("step in backward")
         return ", ".join(words)
@@ -92,12 +74,10 @@ class Recipe:
             found.append(f"frozen weights in {8 if base == 'int8' else 4} bits")
         elif "bf16" in (base, self.dtype):
             found.append(WEIGHTS)
-        if kind in STATES:
-            found.append(STATES[kind])
-            if kind in MASTERS and self.dtype == "bf16":
-                found.append(MASTERS[kind])
-        elif kind not in ADAMWS:
-            found.append(OTHER)
+        facts = OPTIMIZERS[kind]
+        found += [OTHER] if facts.changes is None else filter(None, [facts.changes])
+        if facts.master and self.dtype == "bf16":
+            found.append(facts.master)
         return (*found, *((LOW_RANK,) if self.adapter is not None else ()))
 
     @property

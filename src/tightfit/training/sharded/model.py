@@ -8,7 +8,7 @@ from torch import nn
 
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.models.masks import masks_of
-from tightfit.names import parse_optimizer
+from tightfit.names import OPTIMIZERS, parse_optimizer
 from tightfit.ranks.playing import own_copy
 from tightfit.ranks.processes.ranks import Ranks, SeveralRanks
 from tightfit.ranks.shards import whole
@@ -19,7 +19,7 @@ from tightfit.training.config import Config
 from tightfit.training.optimizer import optimizer_for
 from tightfit.training.state import edges_digest
 
-OPTIMIZERS = ("adamw", "adamw_fused", "adam", "sgd")
+_STEPPING = tuple(name for name, facts in OPTIMIZERS.items() if facts.steps_shards)
 _OR_DDP = "or training.parallel to ddp"
 _DPO = "training.objective is dpo, whose reference needs the whole model: set training.parallel to ddp"
 
@@ -33,8 +33,8 @@ def demand_shardable(config: Config) -> None:
             training.precision == "fp16"
         ),
         _DPO: training.objective == "dpo",
-        f"training.optimizer {training.optimizer} does not step shards: set it to one of {', '.join(OPTIMIZERS)}, "
-        f"{_OR_DDP}": parse_optimizer(training.optimizer).kind not in OPTIMIZERS,
+        f"training.optimizer {training.optimizer} does not step shards: set it to one of {', '.join(_STEPPING)}, "
+        f"{_OR_DDP}": parse_optimizer(training.optimizer).kind not in _STEPPING,
         f"model.adapter.base is {base}, and weights in few bits are not sharded: set it to bf16 or fp32, {_OR_DDP}": (
             base in ("int8", "nf4")
         ),
@@ -64,7 +64,7 @@ def demand_shardable_model(model: nn.Module, config: Config, objective: str) -> 
     reason = None
     if masks_of(model):
         reason = "masks keep weights of it at zero"
-    elif effective not in OPTIMIZERS:
+    elif effective not in _STEPPING:
         reason = f"weights in bf16 are trained by {effective}, which does not step shards (model.dtype=fp32 is trained)"
     if reason is not None:
         raise ModelError(f"training.parallel is fsdp2, and {reason}: set training.parallel to ddp")
