@@ -8,7 +8,7 @@ states with which that batch began. If memory runs out in the optimizer's step, 
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from tightfit.planner.plans import Plan
 from tightfit.tracing.restore import content_changed, repeat_change
 from tightfit.training.recovery.catching import Failure, caught, insist
 from tightfit.training.recovery.step_state import Content, RandomStates, StepState
-from tightfit.training.recovery.tightening import next_bound, no_tighter_plan, tighter
+from tightfit.training.recovery.tightening import next_plan, run_until_it_fits
 from tightfit.training.recovery.update import UpdateGuard, carry_out
 from tightfit.units import format_bytes
 
@@ -107,17 +107,23 @@ class GuestRecovery:
             return call()
         self._batches.append(_Batch(self._state.random_states(), self._changed_since(), call))
         results: list[Any] = []
-        failure = caught(lambda: results.append(call()), self._device)
-        tried: list[int] = []
-        while failure is not None:
+        again = False
+
+        def attempt() -> Failure | None:
+            nonlocal again
+            if again:
+                insist(self._state.remember, self._device)
+                return caught(lambda: self._run_again(results), self._device)
+            again = True
+            return caught(lambda: results.append(call()), self._device)
+
+        def undo() -> None:
             results.clear()
             for parameter in self._model.parameters():
                 parameter.grad = None
-            insist(self._state.put_back, self._device)
-            tried.append(self._plan().peak_bytes)
-            self._tighten(failure, tried)
-            insist(self._state.remember, self._device)
-            failure = caught(lambda: self._run_again(results), self._device)
+            self._state.put_back()
+
+        run_until_it_fits(attempt, undo, self._tighten, self._device)
         self._contents = self._state.contents()
         return results[-1]
 
@@ -128,16 +134,16 @@ class GuestRecovery:
         now = [(item, before, item.copy()) for item, before in self._contents]
         return [each for each in now if content_changed(each[0], each[1])]
 
-    def _tighten(self, failure: Failure, tried: list[int]) -> None:
-        before = self._plan()
-        found = tighter(self._replan, next_bound(failure, before.peak_bytes, len(tried)), before.peak_bytes)
-        if found is None:
-            raise no_tighter_plan(failure, "the memory plan", tried, "train with a smaller batch, or allow more levers")
+    def _tighten(self, failure: Failure, tried: Sequence[int]) -> int:
+        before = self._plan().peak_bytes
+        todo = "train with a smaller batch, or allow more levers"
+        found = next_plan(self._replan, failure, [*tried, before], "the memory plan", todo)
         self.failures += 1
         logger.warning(
             "%s; the step is undone and runs again with a tighter plan: %s instead of %s; batch and schedule stay "
-            "unchanged", failure, format_bytes(found.peak_bytes), format_bytes(before.peak_bytes),
+            "unchanged", failure, format_bytes(found.peak_bytes), format_bytes(before),
         )  # fmt: skip
+        return before
 
     def _end_update(self) -> None:
         if self._batches:

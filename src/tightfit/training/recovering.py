@@ -10,7 +10,7 @@ Of several ranks each recovers by itself while the others wait for its gradients
 share of the batch, and not the share.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from tightfit.training.fitting import Fit, LeversInForce, fit_within, plain_peak
 from tightfit.training.joining import CANNOT_FIT, agree
 from tightfit.training.objective import on_device
 from tightfit.training.recovery.catching import Failure, caught, insist
-from tightfit.training.recovery.tightening import next_bound, no_tighter_plan, tighter
+from tightfit.training.recovery.tightening import next_plan, run_until_it_fits, tighter
 from tightfit.training.recovery.update import UpdateGuard, carry_out
 from tightfit.training.slowdown import Pace, TimedStep
 from tightfit.training.stepper import StepMeasured, StepOutcome, Stepper, StepUnderWay
@@ -111,47 +111,50 @@ class RecoveringStepper(Stepper):
     # A step that fails before its gradients are complete
 
     def _with_gradients(self, batch: Mapping[str, Any], number: int, guard: UpdateGuard | None) -> StepUnderWay:
-        tried: list[Fit] = []
-        while True:
+        steps: list[StepUnderWay] = []  # none while a plan is made: nothing of the failed step is held
+
+        def attempt() -> Failure | None:
             step = StepUnderWay(self, batch)
             insist(self._state.remember, self.device)
             failure = caught(step.compute_gradients, self.device)
             if failure is None:
                 step.join()
                 insist(self._state.settle, self.device)
-                return step
-            del step
+                steps.append(step)
+            return failure
+
+        def undo() -> None:
             if guard is not None:
                 guard.check()
                 guard.forget_unused_states()
-            insist(self.undo, self.device)
-            tried.append(self.levers.fitted)
-            try:
-                self._tighten(failure, batch, number, tried)
-            except CannotFit:
-                if self.ranks.is_several:
-                    agree(self.ranks, self.model, CANNOT_FIT)
-                raise
-            self._state.put_back_random()
+            self.undo()
 
-    def _tighten(self, failure: Failure, batch: Mapping[str, Any], number: int, tried: list[Fit]) -> None:
-        """Put the next tighter plan in force. Raises `CannotFit` where there is none."""
-        before = self.levers.fitted
-        bound = next_bound(failure, before.planned.peak_bytes, len(tried))
-        with self.levers.aside():
-            found = tighter(partial(self.planner.within, batch), bound, before.planned.peak_bytes)
-        if found is None:
-            peaks = [fitted.planned.peak_bytes for fitted in tried]
-            todo = "lower training.batch_size or data.sequence_length, or allow more levers in memory.levers"
-            raise no_tighter_plan(failure, f"step {number}", peaks, todo)
+        run_until_it_fits(attempt, undo, partial(self._tighten, batch, number), self.device)
+        return steps[0]
+
+    def _tighten(self, batch: Mapping[str, Any], number: int, failure: Failure, tried: Sequence[int]) -> int:
+        """Put the next tighter plan in force. Returns the peak of the one before; raises `CannotFit` for none."""
+        before = self.levers.fitted.planned.peak_bytes
+        todo = "lower training.batch_size or data.sequence_length, or allow more levers in memory.levers"
+        try:
+            with self.levers.aside():
+                found = next_plan(
+                    partial(self.planner.within, batch), failure, [*tried, before], f"step {number}", todo
+                )
+        except CannotFit:
+            if self.ranks.is_several:
+                agree(self.ranks, self.model, CANNOT_FIT)
+            raise
         self._put_in_force(found, found.planned.peak_bytes)
         self.corrections = replace(self.corrections, failures=self.corrections.failures + 1)
         self._failed = number
         self.note(
             f"step {number}: {failure}; it is undone and runs again with a tighter plan: "
-            f"{format_bytes(found.planned.peak_bytes)} instead of {format_bytes(before.planned.peak_bytes)}, "
+            f"{format_bytes(found.planned.peak_bytes)} instead of {format_bytes(before)}, "
             f"{found.words()}; batch and schedule stay unchanged"
         )
+        self._state.put_back_random()
+        return before
 
     def _put_in_force(self, fitted: Fit, bound_bytes: int | None) -> None:
         assert fitted.plan is not None, "only plans are put in force"

@@ -1,11 +1,13 @@
-"""How much less the next plan may take, and which plan that is."""
+"""Undo, tighten, run again: the loop around a step that runs out of memory, and the next plan."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
 
 from tightfit.errors import CannotFit
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.training.recovery.catching import Failure
+from tightfit.training.recovery.catching import Failure, insist
 from tightfit.units import format_bytes
 
 # Of the peak in force: what the next plan may take after the first, second, ... failure of one step. Small steps first,
@@ -13,6 +15,41 @@ from tightfit.units import format_bytes
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 P = TypeVar("P")
+F = TypeVar("F")
+
+
+def run_until_it_fits(
+    attempt: Callable[[], F | None],
+    undo: Callable[[], Any],
+    tighten: Callable[[F, Sequence[int]], int],
+    device: torch.device,
+) -> None:
+    """Run a step again under tighter plans until memory suffices.
+
+    Args:
+        attempt: Runs the step, and returns its failure, or None where it is done.
+        undo: Puts back what the step has changed. It may be called again.
+        tighten: Puts the next tighter plan in force, given the failure and the predicted peaks of the plans that failed
+            before the present one. Returns the peak of the plan that it replaces; raises `CannotFit` if no plan is
+            left.
+        device: The device of the step.
+    """
+    tried: list[int] = []
+    while (failure := attempt()) is not None:
+        insist(undo, device)
+        tried.append(tighten(failure, tried))
+
+
+def next_plan(within: Callable[[int], P], failure: Failure, peaks: Sequence[int], where: str, todo: str) -> P:
+    """The plan after those with these predicted peaks, which all ran out of memory.
+
+    `within` makes a plan within so many bytes. Raises `CannotFit` where no plan is tighter: `where` names the step, and
+    `todo` what a user can do.
+    """
+    found = tighter(within, next_bound(failure, peaks[-1], len(peaks)), peaks[-1])
+    if found is None:
+        raise no_tighter_plan(failure, where, peaks, todo)
+    return found
 
 
 def next_bound(failure: Failure, peak_bytes: int, failures: int) -> int:
@@ -37,7 +74,7 @@ def tighter(within: Callable[[int], P], bound_bytes: int, peak_bytes: int) -> P 
         return None
 
 
-def no_tighter_plan(failure: Failure, where: str, tried_bytes: list[int], todo: str) -> CannotFit:
+def no_tighter_plan(failure: Failure, where: str, tried_bytes: Sequence[int], todo: str) -> CannotFit:
     """The error where the plans that were tried all ran out of memory."""
     peaks = ", ".join(format_bytes(peak) for peak in tried_bytes)
     return CannotFit(

@@ -9,8 +9,9 @@ FSDP2 means gradients over ranks, and a loss is a sum over tokens. So each rank 
 whole batch over the number of ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ from tightfit.step import forward_backward
 from tightfit.training.corrections import Corrections
 from tightfit.training.data.samples import Samples
 from tightfit.training.evaluation import HeldOutSums
-from tightfit.training.fitting import Fit
 from tightfit.training.joining import agree_on_signal
 from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, Objective, counted
 from tightfit.training.recovery.catching import TRIES, Failure, caught, insist
 from tightfit.training.recovery.step_state import StepState
+from tightfit.training.recovery.tightening import run_until_it_fits
 from tightfit.training.recovery.update import UpdateGuard, carry_out
 from tightfit.training.sharded.standing_in import small_parts
 from tightfit.training.sharded.tightening import TighterPlans, failures_of_all
@@ -106,25 +107,25 @@ class ShardedStepper(Stepper):
     # A step that fails before its gradients are complete
 
     def _with_gradients(self, batch: Mapping[str, Any], number: int) -> "_ShardedStep":
-        tried: list[Fit] = []
-        while True:
+        steps: list[_ShardedStep] = []
+
+        def attempt() -> tuple[Failure | None] | None:
+            """Where a rank has failed: this rank's own failure, if it has one."""
             step = _ShardedStep(self, batch)
             if self.plans is not None:
                 insist(self._state.remember, self.device)
             with self.ranks.talking():
                 failure = self._exchanged(step, batch, number)
-                if step.losses_joined(failure):
-                    self._clipped(step, number)
-                    break
-            del step
-            assert self.plans is not None, "without tighter plans, a rank that fails is stranded"
-            insist(self.undo, self.device)
-            tried.append(self.plans.levers.fitted)
-            self._tighten(self.plans, failure, number, tried)
-            self._state.put_back_random()
+                if not step.losses_joined(failure):
+                    return (failure,)
+                self._clipped(step, number)
+            steps.append(step)
+            return None
+
+        run_until_it_fits(attempt, self.undo, partial(self._tighten, number), self.device)
         if self.plans is not None:
             insist(self._state.settle, self.device)
-        return step
+        return steps[0]
 
     def _exchanged(self, step: "_ShardedStep", batch: Mapping[str, Any], number: int) -> Failure | None:
         """All messages of forward and backward. Where this rank ran out of memory in them, with what was said of it."""
@@ -170,10 +171,15 @@ class ShardedStepper(Stepper):
             planned,
         )
 
-    def _tighten(self, plans: TighterPlans, own: Failure | None, number: int, tried: list[Fit]) -> None:
-        """Put the next tighter plan in force on all ranks. Raises as `attempt` does where there is none."""
-        failures = failures_of_all(self.ranks, own)
-        fitted = plans.next(failures, number, tried)
+    def _tighten(self, number: int, own: tuple[Failure | None], tried: Sequence[int]) -> int:
+        """Put the next tighter plan in force on all ranks. Returns the peak of the one before, and raises as `attempt`
+        does where there is none.
+        """
+        plans = self.plans
+        assert plans is not None, "without tighter plans, a rank that fails is stranded"
+        before = plans.levers.fitted.planned.peak_bytes
+        failures = failures_of_all(self.ranks, own[0])
+        fitted = plans.next(failures, number, [*tried, before])
         plans.put_in_force(fitted)
         self._messages.forget()
         self.micro_batches = fitted.micro_batches
@@ -181,7 +187,9 @@ class ShardedStepper(Stepper):
         self.corrections = replace(self.corrections, **learnt, failures=self.corrections.failures + 1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # the peak is the new plan's
-        self.note(plans.words(failures, number, tried[-1]))
+        self.note(plans.words(failures, number, before))
+        self._state.put_back_random()
+        return before
 
     # A step that fails in its update
 

@@ -49,13 +49,12 @@ class TighterPlans:
     ranks: Ranks
     make: Callable[[int], Fit]
 
-    def next(self, failures: Mapping[int, Failure], number: int, tried: Sequence[Fit]) -> Fit:
-        """The plan for step `number` after these failures of it under the plans in `tried`, the last one in force.
+    def next(self, failures: Mapping[int, Failure], number: int, peaks: Sequence[int]) -> Fit:
+        """The plan for step `number` after these failures of it, under plans of these peaks, the last one in force.
 
         Raises `CannotFit` on rank 0, `OtherCannotFit` on the others, where there is none that is tighter.
         """
-        peaks = [fitted.planned.peak_bytes for fitted in tried]
-        bound = min(next_bound(failure, peaks[-1], len(tried)) for failure in failures.values())
+        bound = min(next_bound(failure, peaks[-1], len(peaks)) for failure in failures.values())
         content = self.ranks.found_by_first(lambda: self._planned(bound, peaks[-1]))
         if not content:
             if not self.ranks.is_first:
@@ -64,7 +63,7 @@ class TighterPlans:
             raise no_tighter_plan(failure, f"step {number}: rank {rank}", peaks, _TODO)
         fitted, _ = fit_from_json(content, self.config)
         # Its own name for each: what the ranks have said under one stays.
-        self.ranks.demand_same({f"plan {len(tried)} after out of memory in step {number}": plan_digest(fitted)})
+        self.ranks.demand_same({f"plan {len(peaks)} after out of memory in step {number}": plan_digest(fitted)})
         return self._with_budget(fitted)
 
     def put_in_force(self, fitted: Fit) -> None:
@@ -72,12 +71,12 @@ class TighterPlans:
         self.levers.replace(fitted)
         change_sharding(self.model, fitted.sharding)
 
-    def words(self, failures: Mapping[int, Failure], number: int, before: Fit) -> str:
+    def words(self, failures: Mapping[int, Failure], number: int, before: int) -> str:
         """A sentence about the event in step `number`, and which plan took over."""
         now = self.levers.fitted
         return (
             f"step {number}: {in_words(failures)}; it is undone on all ranks and runs again with a tighter plan: "
-            f"{format_bytes(now.planned.peak_bytes)} instead of {format_bytes(before.planned.peak_bytes)}, "
+            f"{format_bytes(now.planned.peak_bytes)} instead of {format_bytes(before)}, "
             f"{now.words()}; batch and schedule stay unchanged"
         )
 
