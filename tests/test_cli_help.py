@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+import typer
 
 import tightfit as package
 from command_line import tightfit
@@ -112,3 +113,22 @@ def test_the_examples_of_a_help_text_run_as_they_stand(command, a_readers_folder
     for example in shown:
         done = tightfit(*example)
         assert done.code == 0, (example, done.err)
+
+
+OTHERS = {"--output": {"FILE", "FOLDER"}, "--prompt": {"NAME", "TEXT"}, "--to": {None, "METHOD"}}  # other things
+
+
+def test_an_option_takes_the_same_kind_of_value_in_every_command():
+    kinds, helps = {}, {}
+
+    def walk(command):
+        for parameter in command.params:
+            for option in (name for name in (*parameter.opts, parameter.metavar) if name):
+                kinds.setdefault(option, set()).add(parameter.metavar)
+                helps.setdefault(option, set()).add(getattr(parameter, "help", None))
+        for below in getattr(command, "commands", {}).values():
+            walk(below)
+
+    walk(typer.main.get_command(cli.app.app))
+    assert {name: kind for name, kind in kinds.items() if name.startswith("--") and len(kind) > 1} == OTHERS
+    assert all(len(helps[name]) == 1 for name in ("--json", "--resume", "--html", "--levers", "--optimizer"))

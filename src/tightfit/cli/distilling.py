@@ -22,12 +22,9 @@ def distil(
     ],
     overrides: options.Overrides = None,
     store_only: Annotated[bool, typer.Option("--store-only", help="Write distil.store, and end.")] = False,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
-    ] = False,
+    resume: options.Resume = False,
     device: options.TrainsOn = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write the figures as JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train a student towards a teacher, within the memory budget.
 

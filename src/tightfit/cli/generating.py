@@ -16,7 +16,7 @@ LARGEST_SEED = 2**63 - 1  # that `torch.Generator.manual_seed` takes
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    run: options.Run,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)],
     chat: Annotated[
         bool, typer.Option("--chat", help="Answer the prompt, as a turn of the user in the run's chat template.")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli import options
 from tightfit.cli.asking import columns
 from tightfit.cli.observing import leave
 from tightfit.cli.together import is_silent
@@ -18,10 +19,7 @@ def minimind(
     script: Annotated[
         Path, typer.Argument(metavar="SCRIPT", help="A trainer script of a MiniMind checkout.", show_default=False)
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments and options.", show_default=False),
-    ] = None,
+    arguments: options.ScriptArguments = None,
     use_checkpoint: Annotated[
         bool, typer.Option("--use_checkpoint", help="Recompute every block in backward.")
     ] = False,

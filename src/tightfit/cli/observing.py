@@ -26,10 +26,7 @@ FAILED = 1  # Python's exit code where an exception ends a script
 def profile(
     ctx: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False)],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments and options.", show_default=False),
-    ] = None,
+    arguments: options.ScriptArguments = None,
     output: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Where the record goes (else SCRIPT's name with -memory.json, here)."),

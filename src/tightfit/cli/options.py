@@ -263,6 +263,17 @@ Parallel = Annotated[
     ),
 ]
 
+# Of the commands that read or go on with a run, or run a script.
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
+]
+ScriptArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments and options.", show_default=False),
+]
+
 # Of the commands that make a folder with a model out of another one.
 Source = Annotated[
     Path,

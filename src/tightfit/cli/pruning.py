@@ -80,9 +80,11 @@ def prune(
     ] = False,
     seq_len: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Tokens of a row (else 256).", show_default=False, rich_help_panel=FIT),
+        typer.Option(
+            metavar="TOKENS", min=1, help="Tokens of a row (else 256).", show_default=False, rich_help_panel=FIT
+        ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="B", min=1, help="Rows of a batch.", rich_help_panel=FIT)] = 1,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a batch.", rich_help_panel=FIT)] = 1,
     new_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens that a generation adds.", rich_help_panel=FIT)
     ] = 8,

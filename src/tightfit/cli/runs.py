@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from tightfit.cli import options
 from tightfit.cli.asking import columns, show, write
 from tightfit.errors import InputError
 
@@ -19,8 +20,6 @@ LIST = "list"  # what `tightfit runs FOLDER` does
 LEAST_COMPARED = 2
 ABSENT = "–"
 FIRST_LEFT_OUT = ("ckpts", "size", "tok/s", "budget", "held out", "predicted", "measured", "loss")
-
-Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 
 
 class ListedByDefault(TyperGroup):
@@ -51,7 +50,7 @@ def listed(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Holds runs, at any depth up to 3.")] = Path(
         "runs"
     ),
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """List the runs in a folder: state, steps, losses, memory, speed, checkpoints, size.
 
@@ -74,9 +73,9 @@ def listed(
 
 @app.command("show")
 def show_run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    run: options.Run,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte of the checkpoints.")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what a run holds, and whether each of its checkpoints is intact.
 
@@ -106,7 +105,7 @@ def compare(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw their losses into a PNG (needs matplotlib).")
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Compare runs: what is different in their configurations, what came of them, and their loss curves.
 

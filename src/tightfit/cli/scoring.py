@@ -8,7 +8,6 @@ import typer
 from tightfit.cli import options
 from tightfit.cli.asking import columns, show
 from tightfit.cli.generating import loaded
-from tightfit.cli.options import THE_ANSWER
 from tightfit.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ A_TEXT, QUESTIONS = "A text", "Multiple choice"
 
 
 def score(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    run: options.Run,
     file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The text, in UTF-8.", show_default=False, rich_help_panel=A_TEXT),
@@ -63,7 +62,7 @@ def score(
         typer.Option(metavar="N", min=1, help="Rows at once, instead of --budget (else 8).", rich_help_panel=QUESTIONS),
     ] = None,
     device: options.RunsOn = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout.", rich_help_panel=THE_ANSWER)] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Log-likelihood and perplexity of a text, or accuracy on multiple-choice questions.
 

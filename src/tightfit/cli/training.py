@@ -22,10 +22,7 @@ def train(
         str, typer.Argument(metavar="CONFIG", help="YAML configuration of a training.", show_default=False)
     ],
     overrides: options.Overrides = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
-    ] = False,
+    resume: options.Resume = False,
     device: options.TrainsOn = None,
 ) -> None:
     """Train a model as CONFIG says, within its memory budget.
