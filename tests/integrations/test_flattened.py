@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tightfit.errors import InputError
-from tightfit.integrations.flattened import flattened
+from tightfit.integrations.lightning import flattened
 
 pytestmark = pytest.mark.keeps("lightning-module-accumulates-hand")
 

@@ -16,15 +16,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from tightfit.devices.present import lookup
-from tightfit.errors import LeverError
+from tightfit.errors import InputError, LeverError
 from tightfit.integrations.applied_plans import ReplaceablePlan
 from tightfit.integrations.batches import checked_length
 from tightfit.integrations.checkpointing import refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.extents import Extents
-from tightfit.integrations.flattened import flattened
 from tightfit.integrations.lightning_step import (
     SkippedBatch,
     keeps_gradients,
@@ -48,7 +48,7 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.step_figures import fingerprint
 from tightfit.ranks.processes.once import is_first
-from tightfit.runtime.nested import Flattened
+from tightfit.runtime.nested import Flattened, flatten
 from tightfit.step import Batch
 
 __all__ = ["FrugalModule", "MemoryBudget", "checkpoint_blocks"]
@@ -292,3 +292,14 @@ def checkpoint_blocks(model: Any) -> Applied:
             'or name modules with tightfit.recompute(model, "layers.*")'
         )
     return apply_rule(model, every_block(paths))
+
+
+def flattened(batch: Any) -> Flattened:
+    """The leaves of a batch, and the function that rebuilds it. Raises `InputError` if it contains no tensor."""
+    flat = flatten(batch)
+    if not any(isinstance(leaf, torch.Tensor) for leaf in flat.leaves):
+        raise InputError(
+            f"MemoryBudget: no tensors were found in a batch of class {type(batch).__name__}: "
+            "return a dict, list, tuple or dataclass"
+        )
+    return flat
