@@ -15,7 +15,7 @@ _AS_ADAMW = ("lr", "betas", "eps", "weight_decay")
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What is known of an optimizer outside of `tightfit.optim`, where `by_name` builds it.
+    """The facts about an optimizer that are known outside of `tightfit.optim`, where `by_name` builds it.
 
     - `summary` and `words` say what it is, in the documentation and in a table of recipes.
     - `made` is the class, and `settings` its arguments, as a loop of plain PyTorch writes them.

@@ -36,7 +36,7 @@ def accumulation() -> Iterator[None]:
 
 
 def is_accumulating() -> bool:
-    """Whether the running backward is not the last one before the optimizer's step."""
+    """True if the running backward is not the last one before the optimizer's step."""
     return _accumulating > 0
 
 

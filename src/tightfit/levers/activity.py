@@ -1,4 +1,4 @@
-"""What the levers do at present. They write it, and dry runs and monitors, which see operators, read it.
+"""The present work of the levers. They write it, and dry runs and monitors, which see operators, read it.
 
 Each thread has its own state. Autograd runs a backward on CUDA in its own thread, where the state of that backward is
 written and read.
@@ -36,7 +36,7 @@ class Activity(threading.local):
 
 
 class Players(threading.local):
-    """What a dry run does in the place of levers' own work. Mutable, one instance: `players`."""
+    """The work of a dry run in the place of the levers' own. Mutable, one instance: `players`."""
 
     # Simulates the copy of a tensor's storage out of the counted memory and back (`HostTransfer` in
     # levers/offload/transfers.py). On CUDA the copy may run in parallel with the computation.

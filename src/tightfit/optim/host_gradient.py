@@ -78,7 +78,7 @@ class HostGradient(Tensor):
 
 
 def _is_whole(other: Any, gradient: Tensor) -> bool:
-    """Whether `other` is a plain tensor of the gradient's shape and dtype, as autograd adds them."""
+    """True if `other` is a plain tensor of the gradient's shape and dtype, as autograd adds them."""
     plain = isinstance(other, Tensor) and not isinstance(other, HostGradient)
     return plain and other.shape == gradient.shape and other.dtype == gradient.dtype
 

@@ -184,12 +184,12 @@ def step_in_backward(
 
 
 def steps_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the lever is applied to this optimizer."""
+    """True if the lever is applied to this optimizer."""
     return optimizer in _STEPPING
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the lever is on this optimizer and backward has begun to update weights since the last whole step."""
+    """True if the lever is on this optimizer and backward has begun to update weights since the last whole step."""
     return optimizer in _STEPPING and _STEPPING[optimizer].has_begun
 
 

@@ -32,7 +32,7 @@ class Link:
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether copies run in parallel with the computation."""
+        """True if copies run in parallel with the computation."""
         return self._streams is not None
 
     def empty_on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

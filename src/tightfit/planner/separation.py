@@ -64,7 +64,7 @@ class SampleLosses:
         return any(bool(numbers.any()) for numbers in (*self.whole, *(n for each in self.apart for n in each)))
 
     def adds_up(self, weigh: Weights) -> bool:
-        """Whether the samples' numbers, weighted, are those of all together, within rounding."""
+        """True if the samples' numbers, weighted, are those of all together, within rounding."""
         weights = {id(part.batch): part.weight for part in weigh(self.parts)}
         weighted = [
             (weights[id(part)], numbers)
@@ -101,7 +101,7 @@ def refuse_coupled(model: nn.Module, batch: Batch, loss: Loss, weigh: Weights | 
 
 
 def can_be_tried(model: nn.Module, batch: Batch) -> bool:
-    """Whether model and batch have numbers to compute with."""
+    """True if model and batch have numbers to compute with."""
     batch = as_tensors(batch)
     values = batch.values() if isinstance(batch, Mapping) else batch
     held = (*model.parameters(), *model.buffers(), *(v for v in values if isinstance(v, torch.Tensor)))
@@ -204,7 +204,7 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
 def _draws_matter(
     model: nn.Module, samples: Batch, loss: Loss, compared: Sequence[nn.Parameter], before: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether the loss or a gradient changes with the numbers that the random generators give."""
+    """True if the loss or a gradient changes with the numbers that the random generators give."""
     for draws in Draws:
         with untouched(model) as attributes, assumed(draws):
             Generators(attributes).begin()
@@ -268,7 +268,7 @@ def _cards(model: nn.Module) -> list[torch.device]:
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contents of a buffer are other numbers. Counters of calls are no numbers of the step."""
+    """True if two contents of a buffer are other numbers. Counters of calls are no numbers of the step."""
     if not one.is_floating_point():
         return False
     limit = ROUNDING.get(one.dtype, ROUNDING_OF_HALVES)[0]

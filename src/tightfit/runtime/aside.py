@@ -32,7 +32,7 @@ def aside() -> Iterator[None]:
 
 
 class AsideOfLoop:
-    """Whether the running code is aside of one training loop. A callback in `asides.callbacks` sets `begun`."""
+    """The state of running code outside of one training loop. A callback in `asides.callbacks` sets `begun`."""
 
     # Not `asides.depth` alone: autograd runs a backward on CUDA in its own threads, where the attributes of the loop's
     # thread are not visible.

@@ -1,4 +1,4 @@
-"""What a dry run makes of this process: levers, optimizers and operators of our own ask whether their tensors are real.
+"""The role that a dry run gives this process: levers, optimizers and operators of our own ask whether their tensors are real.
 
 Dry runs write, and everything above them reads. Each thread has its own state: a dry run in one thread does not affect
 a training in another.
@@ -20,7 +20,7 @@ class Simulation(threading.local):
 
     @property
     def of_cuda(self) -> bool:
-        """Whether CPU tensors simulate those of a CUDA device."""
+        """True if CPU tensors simulate those of a CUDA device."""
         return self.card is not None
 
 

@@ -119,7 +119,7 @@ _UNCAPTURED = "run without being captured"
 
 
 class Group:
-    """What the blocks of one call of `capture` have in common. It is copied and pickled with them."""
+    """The state that the blocks of one call of `capture` share. It is copied and pickled with them."""
 
     def __init__(self, *, quiet: bool = False):
         self.quiet = quiet  # nobody asked for captured blocks: why one is not captured is no warning
@@ -130,7 +130,7 @@ class Group:
         self.recorded: dict[Any, set[str]] = {}  # by kind and shapes: the blocks for which a capture began
 
     def is_full(self, kind: type[nn.Module]) -> bool:
-        """Whether no further shape is captured for blocks of a kind."""
+        """True if no further shape is captured for blocks of a kind."""
         return len(self.shapes.get(kind, ())) >= MOST_SHAPES
 
     def tell(self, path: str, kind: type[nn.Module], reason: str, what: str = _UNCAPTURED) -> None:
@@ -165,7 +165,7 @@ MOST_TOGETHER = 2  # records of one kind and shape: the first block's input may 
 
 
 def is_trying() -> bool:
-    """Whether a block runs for which no capture is expected to begin, with dynamo's own limits."""
+    """True if a block runs for which no capture is expected to begin, with dynamo's own limits."""
     return _recording.forward is not None and not _recording.settled
 
 
@@ -387,7 +387,7 @@ def shapes_of(arguments: Any) -> tuple:
 
 
 def waits_for_backward(node: Any) -> bool:
-    """Whether autograd still holds what the backward of a block needs."""
+    """True if autograd still holds what the backward of a block needs."""
     waits = getattr(node, "waits", None)
     if waits is not None:
         return waits  # to ask a node of ours for freed tensors would take as long as ten operators

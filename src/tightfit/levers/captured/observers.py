@@ -45,5 +45,5 @@ def observers() -> Observers | None:
 
 
 def _hooks_of(mode: TorchDispatchMode) -> Any:
-    """What a mode that only observes has: a context in which its hooks are off the modules."""
+    """The context that a mode that only observes offers: one in which its hooks are off the modules."""
     return getattr(mode, "without_hooks", None)

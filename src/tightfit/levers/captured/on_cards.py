@@ -110,7 +110,7 @@ class RecomputedForward(RecordedForward):
 
 
 def has_plain_weights(block: nn.Module) -> bool:
-    """Whether a block's weights are neither divided over ranks (FSDP2, DTensor) nor quantised."""
+    """True if a block's weights are neither divided over ranks (FSDP2, DTensor) nor quantised."""
     weights = (*block.parameters(), *block.buffers())
     if any(type(weight.data) is not torch.Tensor for weight in weights):
         return False
@@ -121,5 +121,5 @@ def has_plain_weights(block: nn.Module) -> bool:
 
 
 def is_on_card(arguments: Any) -> bool:
-    """Whether a block's arguments are on a card, or a dry run simulates one."""
+    """True if a block's arguments are on a card, or a dry run simulates one."""
     return simulation.of_cuda or any(tensor.is_cuda for tensor in tensors_in(arguments))

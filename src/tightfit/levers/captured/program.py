@@ -104,7 +104,7 @@ def on_demand(graph: Any, again: set[Any]) -> list[Any]:
 
 
 def has_known_strides(base: Any) -> bool:
-    """Whether a storage has the layout that was recorded. Some kernels return another one than PyTorch foresees."""
+    """True if a storage has the layout that was recorded. Some kernels return another one than PyTorch foresees."""
     if base.op != "call_function":
         return True  # dynamo compares the strides of arguments
     target = base.target

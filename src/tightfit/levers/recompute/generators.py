@@ -33,7 +33,7 @@ def generator_of(args: tuple, kwargs: dict) -> torch.Generator:
 
 
 def draws(traits: Traits, args: tuple, kwargs: dict) -> bool:
-    """Whether a call draws random numbers: attention without dropout does not, though its operator may."""
+    """True if a call draws random numbers: attention without dropout does not, though its operator may."""
     if traits.dropout is None:
         return traits.is_random
     position, name = traits.dropout

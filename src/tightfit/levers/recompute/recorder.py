@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _exchanges_nothing(args: tuple) -> bool:
-    """Whether a tensor is set to the memory that it has, with the same geometry."""
+    """True if a tensor is set to the memory that it has, with the same geometry."""
     if len(args) != 2 or not all(isinstance(each, torch.Tensor) and has_plain_storage(each) for each in args):
         return False
     target, source = args
@@ -211,7 +211,7 @@ def bytes_made(arguments: Any, results: Any, targets: Sequence[torch.Tensor]) ->
 
 
 def writes_only_held(traits: Traits, targets: Sequence[torch.Tensor]) -> bool:
-    """Whether the operator returns what it writes, and writes only into memory that is held anyway."""
+    """True if the operator returns what it writes, and writes only into memory that is held anyway."""
     return traits.returns_written and all(
         not has_plain_storage(t) or product_of(t.untyped_storage()) is None for t in targets
     )

@@ -64,7 +64,7 @@ class FrugalForward:
 
     @property
     def steps_aside(self) -> bool:
-        """Whether to run the original forward unchanged.
+        """True to run the original forward unchanged.
 
         That is so without gradients, after `remove` (others may still hold this forward), in a `torch.func` transform,
         which does not support saved-tensor hooks, and with dual numbers: their gradients are added in another order.
@@ -160,7 +160,7 @@ class RecordedForward(FrugalForward):
         return outputs
 
     def _kind_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """What tells inputs apart for which other tensors are saved."""
+        """A key that tells apart inputs for which different tensors are saved."""
         shapes = [item.shape for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
         return (self.module.training, *shapes)
 

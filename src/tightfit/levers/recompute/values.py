@@ -29,7 +29,7 @@ _sequence_numbers = itertools.count()
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether a storage and a geometry over it describe the tensor completely."""
+    """True if a storage and a geometry over it describe the tensor completely."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -118,7 +118,7 @@ class Root:
         self._version = tensor._version
 
     def is_current(self) -> bool:
-        """Whether the version counter shows no write into the storage."""
+        """True if the version counter shows no write into the storage."""
         return self._tensor._version == self._version
 
     def hold_copy(self) -> None:
@@ -135,7 +135,7 @@ class Root:
 
 
 class RecordingScope:
-    """Whether the recorder that recorded a value still sees every write."""
+    """The span in which the recorder that recorded a value sees every write."""
 
     __slots__ = ("is_open",)
 
@@ -219,7 +219,7 @@ class Product:
         return self.content is not None or self.root is not None
 
     def is_in_storage(self) -> bool:
-        """Whether the product's storage still has this content, as far as recorder and version counters show."""
+        """True if the product's storage still has this content, as far as recorder and version counters show."""
         if self.scope.is_open:
             return True
         left = [(reference(), version) for reference, version in self.left_as]
@@ -412,7 +412,7 @@ def forget_root(storage: Any) -> None:
 
 
 def is_exposed(storage: Any) -> bool:
-    """Whether code outside of PyTorch may write into the storage at any time."""
+    """True if code outside of PyTorch may write into the storage at any time."""
     return _EXPOSED in storage.__dict__
 
 
@@ -421,7 +421,7 @@ def expose(storage: Any) -> None:
 
 
 def is_aliased(storage: Any) -> bool:
-    """Whether a tensor over the storage exists whose writes autograd does not count (`.data`)."""
+    """True if a tensor over the storage exists whose writes autograd does not count (`.data`)."""
     return _ALIASED in storage.__dict__
 
 
