@@ -1,4 +1,4 @@
-"""The role that a dry run gives this process: levers, optimizers and operators of our own ask whether their tensors are real.
+"""The role of this process in a dry run: levers, optimizers and operators of ours ask whether their tensors are real.
 
 Dry runs write, and everything above them reads. Each thread has its own state: a dry run in one thread does not affect
 a training in another.
