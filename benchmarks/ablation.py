@@ -28,6 +28,7 @@ from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import Chain, added_seconds, least_peak, peak
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import TIGHTENINGS, Search
 from tightfit.step import Precision
 
@@ -209,7 +210,7 @@ def rows(name: str, shares: Sequence[float] = SHARES) -> Iterator[dict[str, Any]
     for share in shares:
         budget = least + round(share * (plain.peak_bytes - least))
         search = Search(request, budget, priced=first.priced, wholes=first.wholes)
-        exact = search.run()
+        exact = fastest(search)
         found = {OURS: exact, **{rule: traced(search, priced, pick) for rule, pick in PICKS.items()}}
         yield {
             "case": name,

@@ -17,6 +17,7 @@ from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.request import Request
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.build import build_dry
@@ -142,7 +143,7 @@ def test_a_budget_beyond_the_device_is_bounded_by_what_the_device_holds():
     plain = estimate(model, BATCH, precision="bf16", device="rtx4090")
     small = replace(card, memory_bytes=CONTEXT_BYTES + plain.peak_bytes * 95 // 100)
     request = Request.of(model, BATCH, precision="bf16", device="rtx4090").checked()
-    found = Search(request.but(device=small), "1TiB").run()
+    found = fastest(Search(request.but(device=small), "1TiB"))
     assert found.policies
     assert fits_device(found.trace, small.memory_bytes - CONTEXT_BYTES)
 

@@ -13,8 +13,9 @@ from tightfit.planner.curves import Curve, frontier
 from tightfit.planner.levers import Combination
 from tightfit.planner.records import CurvePoint
 from tightfit.planner.request import Request
-from tightfit.planner.search import selection
+from tightfit.planner.search import search as searching
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tiny import allocator_peak, decoder, token_batch
 
@@ -86,7 +87,7 @@ def test_no_plan_is_slower_than_the_curve_at_its_budget(model, curve):
 def test_what_is_added_up_from_one_micro_batch_is_the_whole_step(model, micro_batches):
     """Else a combination could be passed over as too slow that is not: plans took more memory for less budget."""
     search = Search(Request.of(model, token_batch(8)).checked(), "1x")
-    search.run()
+    fastest(search)
     combination = Combination.of(micro_batches)
     whole = search.tracer.whole(combination, {})
     assert search.with_optimizer(search.part(combination)) == pytest.approx(whole.step_seconds)
@@ -125,7 +126,7 @@ def test_the_frontier_is_what_nothing_else_beats():
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="forks are used on Linux only")
 def test_forks_trace_the_same_curve(monkeypatch):
-    shared, processes = selection.shared_out, []
+    shared, processes = searching.shared_out, []
 
     def drawn():
         model = decoder(hidden_size=32, num_layers=2)
@@ -136,11 +137,11 @@ def test_forks_trace_the_same_curve(monkeypatch):
         return shared(work, parts, notice, count)
 
     alone = drawn()
-    monkeypatch.setattr(selection, "processes_for", lambda parts: min(2, parts))
-    monkeypatch.setattr(selection, "shared_out", by_two)
+    monkeypatch.setattr(searching, "processes_for", lambda parts: min(2, parts))
+    monkeypatch.setattr(searching, "shared_out", by_two)
     assert drawn() == alone
     assert processes == []  # forks are not worth their while where a trace takes a moment
-    monkeypatch.setattr(selection, "SMALL", 0)
+    monkeypatch.setattr(searching, "SMALL", 0)
     assert drawn() == alone
     assert processes == [2, 2]  # prices, then points
 

@@ -11,7 +11,7 @@ from tightfit.errors import CannotFit
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner import api
 from tightfit.planner.request import Tracer
-from tightfit.planner.search.search import segment_counts
+from tightfit.planner.search.last_resorts import segment_counts
 from tiny import decoder, token_batch
 
 

@@ -14,8 +14,8 @@ from tightfit.errors import CannotFit, InputError
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.request import Request
+from tightfit.planner.search import fastest
 from tightfit.planner.search.of_ranks import search_ranks
-from tightfit.planner.search.search import Search
 from tightfit.ranks.world import World
 from tightfit.recipes.choices import Wanted, least_bytes_of_rank
 from tightfit.recipes.finding_of_ranks import RanksFinder
@@ -67,8 +67,8 @@ def test_a_recipe_whose_shards_alone_exceed_the_budget_is_not_traced():
 
 def test_rows_of_several_cards_are_searched_without_last_resorts(monkeypatch):
     tried = []
-    monkeypatch.setattr(Search, "try_last_resorts", lambda search: tried.append("last resorts"))
-    monkeypatch.setattr(Search, "join_segments", lambda search: tried.append("segments"))
+    monkeypatch.setattr(fastest, "try_last_resorts", lambda search: tried.append("last resorts"))
+    monkeypatch.setattr(fastest, "join_segments", lambda search: tried.append("segments"))
     asked = Request.of(tiny(), BATCH, device=even(), world_size=2, parallel="ddp", levers=[])
     least = least_bytes_of_rank(Recipe(), tiny(), World(2, "ddp")) + 2000
     row = fit(tiny(), BATCH, device=even(), dtype="fp32", budget=least, levers=[], world_size=2, parallel="ddp")[0]

@@ -19,6 +19,7 @@ from tightfit.planner.records import Action, BlockChoice, PlannedProgram
 from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import OF_THE_STEP, Request, state_bytes
 from tightfit.planner.search.candidates import Candidate
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff
@@ -259,7 +260,7 @@ def curve(
     if points < 1:
         raise InputError(f"points is {points}, wanted at least 1")
     search = Search(request, "1x")  # the plain step fits, so the search ends there and only provides traces and prices
-    search.run()
+    fastest(search)
     return Tradeoff(search).curve(points)
 
 
@@ -288,7 +289,7 @@ def plan_asked(asked: Request, budget: int | str, *, curve: bool = False) -> Pla
             raise
     search = Search(request, budget)
     try:
-        found = search.run()
+        found = fastest(search)
     except CannotFit as error:
         error.refusal = Refusal(asked, search)
         raise

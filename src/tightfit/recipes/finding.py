@@ -65,17 +65,6 @@ class Trial:
 
 
 @dataclass
-class WaySearch(Search):
-    """A search that knows the arguments that it was made of.
-
-    `steps_unseen` says that the optimizer steps in backward and the settings of the step do not say so.
-    """
-
-    asked: Request | None = None
-    steps_unseen: bool = False
-
-
-@dataclass
 class Finder:
     """Mutable: the ways found so far, what was tried for them, and the models built."""
 
@@ -177,10 +166,10 @@ class Finder:
 
     def try_size(self, what: str, of_size: Callable[[Batch, int], Batch], top: int, unit: int) -> None:
         """The largest number of units, up to `top`, that fits."""
-        searches: dict[int, WaySearch] = {}
+        searches: dict[int, Search] = {}
         way, _ = least_way(self.search, self.search.plain, joining=False)
 
-        def search_of(number: int) -> WaySearch:
+        def search_of(number: int) -> Search:
             if number not in searches:
                 asked = self.asked.but(batch=of_size(self.asked.batch, number * unit))
                 searches[number] = self.search_for(asked, self.levers)
@@ -199,7 +188,7 @@ class Finder:
                     return
                 number -= max(1, number // 16)
 
-    def about_peak(self, search: WaySearch, way: Way) -> int:
+    def about_peak(self, search: Search, way: Way) -> int:
         """About the peak of the refused step with a batch of another size, in bytes."""
         return peak_of(search, self.search.plain, way)
 
@@ -294,8 +283,9 @@ class Finder:
                 return False
             seed = self.search.plain if recipe == self.recipe else None
             search = self.search_for(self.asked_for(recipe), levers, plain=seed)
-            search.steps_unseen = recipe.step_in_backward and not search.request.settings.step_in_backward
-            found = self.least(search)
+            # A plan would price blocks as if all gradients stayed, and find nothing better.
+            steps_unseen = recipe.step_in_backward and not search.request.settings.step_in_backward
+            found = self.plain_candidate(search) if steps_unseen else self.least(search)
             self.ways.append(self.of_recipe(trial, search, found))
             return self.ways[-1].fits
         return False
@@ -337,27 +327,27 @@ class Finder:
 
     def search_for(
         self, asked: Request, levers: frozenset[str], budget: int | str | None = None, plain: StepTrace | None = None
-    ) -> WaySearch:
+    ) -> Search:
         asked = asked.but(levers=sorted(levers))
-        search = WaySearch(asked.checked(may_choose=True), self.budget if budget is None else budget)
-        search.asked = asked
-        if plain is not None:
-            search.plain = plain  # the same step, which the refused search has traced
-        return search
+        # `plain` is the trace of the same step, where the refused search has made it.
+        request = asked.checked(may_choose=True)
+        return Search(request, self.budget if budget is None else budget, known_plain=plain)
 
-    def least(self, search: WaySearch) -> Candidate:
-        """The plain step if it fits, else the step with the levers of about the least memory, traced as applied."""
+    def plain_candidate(self, search: Search) -> Candidate:
+        """The plain step, with the worst of its routings."""
         plain = search.request.plain
         routed = search.tracer.routed_peaks(search.plain, plain, {})
         search.routing_matters = len(routed) > 1
-        first = Candidate(plain, {}, (), search.plain, worst_bytes=max(routed, default=None))
+        return Candidate(plain, {}, (), search.plain, worst_bytes=max(routed, default=None))
+
+    def least(self, search: Search) -> Candidate:
+        """The plain step if it fits, else the step with the levers of about the least memory, traced as applied."""
+        first = self.plain_candidate(search)
         if search.excess(first) <= 0 or optimizer_peak(search.plain) + UNSEEN_BYTES > search.budget_bytes:
             return first
-        if search.steps_unseen:
-            return first  # a plan would price blocks as if all gradients stayed, and find nothing better
         way, _ = least_way(search, search.plain, joining=False)
         combination, policies, trace = sized(search, way), dict(way.policies), as_it_will_run(search, way)
-        worst = search.tracer.routed_peaks(trace, combination, policies, way.joined) if routed else []
+        worst = search.tracer.routed_peaks(trace, combination, policies, way.joined)
         found = Candidate(combination, policies, way.joined, trace, worst_bytes=max(worst, default=None))
         return min(first, found, key=lambda candidate: candidate.needed_bytes)
 
@@ -378,7 +368,7 @@ class Finder:
             return given.replace(" ", "")
         return f"{self.budget // 2**20}MiB" if self.budget >= 100 * 2**20 else f"{self.budget}"
 
-    def of_recipe(self, trial: Trial, search: WaySearch, found: Candidate) -> WayOut:
+    def of_recipe(self, trial: Trial, search: Search, found: Candidate) -> WayOut:
         recipe, levers = trial.recipe, trial.levers
         changed = None if levers == self.levers else sorted(levers)
         lines = lines_for(self.recipe, recipe, budget=self.budget_in_words, levers=changed, world=search.request.world)
@@ -386,7 +376,7 @@ class Finder:
         name = " + ".join(self.words(recipe, levers))
         return self.way(name, trial.kind, changes, search, found, lines)
 
-    def of_size(self, what: str, number: int, search: WaySearch, found: Candidate) -> WayOut:
+    def of_size(self, what: str, number: int, search: Search, found: Candidate) -> WayOut:
         batch, budget = self.asked.batch, self.budget_in_words
         if isinstance(batch, TokenBatch):
             given = f"tightfit.{search.request.batch}"
@@ -405,7 +395,7 @@ class Finder:
         lines = Lines(python=python, yaml=yaml, flags=flags, overrides=overrides_of(sections))
         return self.way(name, "size", changes, search, found, lines)
 
-    def of_card(self, key: str, recipe: Recipe, levers: frozenset[str], search: WaySearch, found: Candidate) -> WayOut:
+    def of_card(self, key: str, recipe: Recipe, levers: frozenset[str], search: Search, found: Candidate) -> WayOut:
         spec = search.request.device
         changed = None if levers == self.levers else sorted(levers)
         world = search.request.world
@@ -414,7 +404,7 @@ class Finder:
         changes = recipe.changes if recipe != self.recipe else "another device"
         return self.way(" + ".join(words), "device", changes, search, found, lines)
 
-    def way(self, name: str, kind: Kind, changes: str, search: WaySearch, found: Candidate, lines: Lines) -> WayOut:
+    def way(self, name: str, kind: Kind, changes: str, search: Search, found: Candidate, lines: Lines) -> WayOut:
         return WayOut(
             name=name,
             kind=kind,
@@ -429,5 +419,5 @@ class Finder:
             flags=lines.flags,
             overrides=lines.overrides,
             budget=search.budget,
-            asked=search.asked,
+            asked=search.request,
         )

@@ -12,10 +12,11 @@ from tightfit.planner.levers import allowed_levers, lever_types
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.least import Way, as_it_will_run
 from tightfit.planner.search.of_ranks import search_ranks
+from tightfit.planner.search.search import Search
 from tightfit.ranks.world import World
 from tightfit.recipes import neighbours
 from tightfit.recipes.choices import least_bytes_of_rank
-from tightfit.recipes.finding import Finder, Trial, WaySearch
+from tightfit.recipes.finding import Finder, Trial
 from tightfit.recipes.lines import Lines, lines_for
 from tightfit.recipes.records import PRODUCTS, ROUNDING, Recipe
 from tightfit.recipes.ways import Kind
@@ -123,11 +124,11 @@ class RanksFinder(Finder):
         model = self.asked.model if recipe == self.recipe else self.models.of(recipe)
         return least_bytes_of_rank(recipe, model, self.world)
 
-    def about_peak(self, search: WaySearch, way: Way) -> int:
+    def about_peak(self, search: Search, way: Way) -> int:
         # A trace of forward and backward reserves more under FSDP2 than a step that others have preceded.
         return as_it_will_run(search, way).peak_bytes
 
-    def least(self, search: WaySearch) -> Candidate:
+    def least(self, search: Search) -> Candidate:
         found = super().least(search)
         world = search.request.world
         if search.excess(found) > NEARLY * search.budget_bytes or world is None:

@@ -12,6 +12,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import Combination, Exactness, Offer, Role, allowed_levers, lever_types
 from tightfit.planner.request import Request, Tracer, plain_step
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tightfit.recipes import neighbours
 from tightfit.recipes.choices import installed
@@ -189,7 +190,7 @@ def _rounded_up(size: int) -> str:
 def _planned(request: Request, plain: StepTrace, limit_bytes: int) -> Remedy:
     """The fastest plan within the limit."""
     search = Search(request.but(levers=allowed_levers("rounding")), limit_bytes)
-    found: Candidate = search.run()
+    found: Candidate = fastest(search)
     budget = f"{limit_bytes // 2**20}MiB"
     return Remedy(
         name=f"a plan for {format_bytes(limit_bytes)}: {search.in_words(found)}",

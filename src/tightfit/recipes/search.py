@@ -18,6 +18,7 @@ from tightfit.planner.levers import Exactness
 from tightfit.planner.plans import Plan
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tightfit.recipes.choices import least_bytes
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
@@ -186,12 +187,16 @@ class RecipeSearch:
         least = freeing.least_of(rung) + UNSEEN_BYTES
         return Found(Outcome(recipe, False, needed, max(least, search.budget_bytes + 1)), freeing)
 
-    def whole_search(self, recipe: Recipe, variant: VariantSearch) -> Search:
+    def whole_search(self, recipe: Recipe, variant: VariantSearch, plain: StepTrace | None = None) -> Search:
         """A search whose traces are of the recipe's whole step. Its blocks are the variant's."""
-        search = Search(self.asked_for(recipe).checked(may_choose=True), self.budget)
         # The budget is no share of the plain peak, so it needs no trace of the plain step.
-        search.__dict__.update(budget_bytes=variant.budget_bytes, paths=variant.paths)
-        return search
+        return Search(
+            self.asked_for(recipe).checked(may_choose=True),
+            self.budget,
+            known_plain=plain,
+            known_paths=variant.paths,
+            limit_bytes=variant.budget_bytes,
+        )
 
     def freeing(self, recipe: Recipe) -> VariantSearch:
         """The search of the recipe's variant with the step in backward."""
@@ -247,7 +252,7 @@ class RecipeSearch:
         """A recipe planned as `tightfit.plan` would."""
         search = Search(self.asked_for(recipe).checked(may_choose=True), self.budget)
         try:
-            candidate = search.run()
+            candidate = fastest(search)
         except CannotFit as error:
             peak = search.plain.peak_bytes
             return Found(Outcome(recipe, False, peak, max(error.least_bytes, search.budget_bytes + 1)), variant)
@@ -258,10 +263,10 @@ class RecipeSearch:
         outcome, variant, candidate = found.outcome, found.variant, found.candidate
         if outcome.plan is not None or variant is None or candidate is None:
             return found
-        search = self.whole_search(outcome.recipe, variant)
         update = variant.update(outcome.recipe.optimizer)
         # The plain step is known; a trace of it would say the same again.
-        search.plain = joined(variant.plain, update, on_cuda=variant.on_cuda)
+        plain = joined(variant.plain, update, on_cuda=variant.on_cuda)
+        search = self.whole_search(outcome.recipe, variant, plain)
         search.routing_matters = search.plain.peak_depends_on_data
         if parse_optimizer(outcome.recipe.optimizer).kind == OFFLOADED and not search.routing_matters:
             whole = candidate  # it was traced as the whole step when it was found

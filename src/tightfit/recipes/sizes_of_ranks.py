@@ -64,8 +64,13 @@ class RankStep:
         """The bytes by which the largest rank exceeds the budget with such a batch, and whether its card has room."""
         batch = resized(self.request.batch, size, length)
         assert batch is not None, "a batch of token ids"
-        search = Search(self.request.but(batch=batch), self.budget, routing_matters=self.routing_matters)
-        search.__dict__.update(budget_bytes=self.budget_bytes, paths=self.paths)  # without a trace of the plain step
+        search = Search(  # without a trace of the plain step
+            self.request.but(batch=batch),
+            self.budget,
+            known_paths=self.paths,
+            limit_bytes=self.budget_bytes,
+            routing_matters=self.routing_matters,
+        )
         step = search.trace_applied(self.combination, self.policies)
         ranks = search.tracer.ranks(self.world, self.combination, self.policies, first=step.trace)
         over = max(step.needed_bytes, max(ranks.peaks) + UNSEEN_BYTES) - self.budget_bytes

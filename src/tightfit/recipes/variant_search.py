@@ -66,21 +66,22 @@ class PartTracer(Tracer):
 class VariantSearch(Search):
     """The search of a plan for any optimizer of a variant. Mutable: traces made so far, which optimizers share."""
 
+    tracer: PartTracer = None  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride] - of this class
     frees: bool = False
+    known_frugal: tuple[Combination, dict[str, Policy]] | None = None
+    known_attention: frozenset[str] | None = None  # the operators of attention
     parts: dict[tuple, StepTrace] = field(default_factory=dict)
     plains: dict[int, Candidate] = field(default_factory=dict)  # by the trace of the optimizer, which stays alive
     updates: dict[tuple, StepTrace] = field(default_factory=dict)  # variants that train the same share them
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.tracer = PartTracer(self.request, frees=self.frees)
+        super().__post_init__()
+        if self.limit_bytes is None:
+            # It is no share of the plain peak, so a variant that arithmetic excludes has no trace.
+            self.limit_bytes = parse_budget(self.budget, device_bytes=self.request.device.memory_bytes)
 
-    @cached_property
-    def budget_bytes(self) -> int:
-        """The budget in bytes. It is no share of the plain peak, so a variant that arithmetic excludes has no trace."""
-        return parse_budget(self.budget, device_bytes=self.request.device.memory_bytes)
-
-    @cached_property
+    @property
     def plain(self) -> StepTrace:
         """Forward and backward with no lever."""
         return self.applied_part(self.request.plain, {})
@@ -190,14 +191,27 @@ class VariantSearch(Search):
         largest = max((s.bytes for s in plain.trace.storages if s.category is Category.ACTIVATION), default=0)
         return self.excess(plain) <= LOGITS * largest or rung.micro_batches > self.request.micro_batches
 
-    @cached_property
+    @property
     def frugal(self) -> tuple[Combination, dict[str, Policy]]:
         """Levers of little memory: all of the first rung, and every block at its least."""
+        if self.known_frugal is None:
+            self.known_frugal = self._frugal()
+        return self.known_frugal
+
+    def _frugal(self) -> tuple[Combination, dict[str, Policy]]:
         inside = self.of_role(Role.INSIDE_BLOCKS)
         policies = [kind.frugal_policy(self.request.levers) for kind in inside]
         return self.rungs()[0], dict.fromkeys(self.paths, policies[-1]) if policies else {}
 
-    @cached_property
+    @property
+    def attention(self) -> frozenset[str]:
+        """The names of the operators of attention."""
+        if self.known_attention is None:
+            names = (each.name for each in self.plain.operators)
+            self.known_attention = frozenset(name for name in names if family_of(name) is Family.ATTENTION)
+        return self.known_attention
+
+    @property
     def keeping_attention(self) -> tuple[Combination, dict[str, Policy]] | None:
         """The frugal levers with attention kept in every block; None where the model has none, or more than recompute
         is allowed.
@@ -205,9 +219,8 @@ class VariantSearch(Search):
         combination, policies = self.frugal
         if not policies or any(policy != RECOMPUTE_ALL for policy in policies.values()):
             return None
-        names = {each.name for each in self.plain.operators if family_of(each.name) is Family.ATTENTION}
-        kept = frozenset(OperatorKey(name, number) for name in names for number in range(IN_A_BLOCK))
-        return (combination, dict.fromkeys(policies, Policy(kept))) if names else None
+        kept = frozenset(OperatorKey(name, number) for name in self.attention for number in range(IN_A_BLOCK))
+        return (combination, dict.fromkeys(policies, Policy(kept))) if self.attention else None
 
     def part_keeping_attention(self) -> int | None:
         """The peak in bytes of forward and backward with attention kept; None where that is not possible."""
@@ -217,9 +230,16 @@ class VariantSearch(Search):
         """The search of the same variant with another batch, whose plain step is not traced."""
         if batch is self.request.batch:
             return self
-        other = VariantSearch(self.request.but(batch=batch), self.budget, frees=self.frees, updates=self.updates)
-        other.paths, other.budget_bytes, other.frugal = self.paths, self.budget_bytes, self.frugal
-        other.keeping_attention = self.keeping_attention
+        other = VariantSearch(
+            self.request.but(batch=batch),
+            self.budget,
+            frees=self.frees,
+            updates=self.updates,
+            known_paths=self.paths,
+            limit_bytes=self.limit_bytes,
+            known_frugal=self.frugal,
+            known_attention=self.attention,
+        )
         return other
 
     def added_by_allocator(self, update: StepTrace) -> int:

@@ -23,6 +23,7 @@ from tightfit.planner.api import as_plan
 from tightfit.planner.estimates import make_estimate
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.request import Request
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import Tradeoff
 from tightfit.recipes.records import RecipesRecord
@@ -74,7 +75,7 @@ def _parts(question: PageQuestion, model: nn.Module, tell: Tell) -> Iterator[Par
         tell(Progress(f"Step 2 of {STEPS}: looking for the fastest plan that fits"))
         search = Search(request, question.budget)
         try:
-            yield plain_data(PlanRecord, as_plan(search, search.run()))
+            yield plain_data(PlanRecord, as_plan(search, fastest(search)))
         except CannotFit as error:
             yield NoPlan(str(error), error.least_bytes, ways_out(error))
         tell(Progress(f"Step 3 of {STEPS}: planning for other budgets"))

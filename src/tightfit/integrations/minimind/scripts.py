@@ -21,6 +21,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.levers import CompiledBlocks
 from tightfit.planner.plans import Plan
 from tightfit.planner.request import Request
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.wrapped import is_distributed
@@ -209,7 +210,7 @@ def make_plan(request: Request, flags: MemoryFlags) -> Plan:
     if request.world is not None:
         return plan_of_ranks(search_ranks(request, request.world, flags.memory_budget))
     search = Search(request, flags.memory_budget)
-    return as_plan(search, search.run())
+    return as_plan(search, fastest(search))
 
 
 def rule_plan(request: Request, segments: int | None) -> Plan:
@@ -219,10 +220,9 @@ def rule_plan(request: Request, segments: int | None) -> Plan:
     if segments is not None and segments > count:
         raise LeverError(f"--segments {segments} is out of range: the model has {count} blocks")
     rule = every_block(search.paths, segments=segments)
-    search.plain = search.tracer.whole(request.plain, {})
     search.routing_matters = search.plain.peak_depends_on_data
     candidate = search.trace_applied(request.plain, rule.policies, joined=rule.joined)
-    search.budget_bytes = candidate.needed_bytes
+    search.limit_bytes = candidate.needed_bytes
     if request.world is None:
         return as_plan(search, candidate)
     peaks = (candidate.peak_bytes,) * request.world.size  # DDP's ranks are alike

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from tightfit.planner.levers import Combination, Recompute, Role
 from tightfit.planner.search.candidates import Baseline
-from tightfit.planner.search.selection import Selection
+from tightfit.planner.search.search import Search
 from tightfit.runtime.forked import Crew, processes_for
 from tightfit.runtime.internals import compiler_is_loaded, load_compiler
 
@@ -13,15 +13,15 @@ MOST_OPERATORS = 6000  # of a step: a longer one is priced for longer than the i
 
 
 def priced_beside_imports(
-    selection: Selection, combinations: Sequence[Combination], baseline: Callable[[Combination], Baseline]
+    search: Search, combinations: Sequence[Combination], baseline: Callable[[Combination], Baseline]
 ) -> dict[Combination, Baseline]:
     """The first of these combinations with their prices, where blocks may be compiled and the compiler is not loaded.
 
     Empty where that is not so, or where this process must not be forked.
     """
-    if not selection.of_role(Role.WHOLE_BLOCKS) or not selection.request.may(Recompute) or compiler_is_loaded():
+    if not search.of_role(Role.WHOLE_BLOCKS) or not search.request.may(Recompute) or compiler_is_loaded():
         return {}
-    if not selection.paths or len(selection.plain.operators) > MOST_OPERATORS or processes_for(2) == 1:
+    if not search.paths or len(search.plain.operators) > MOST_OPERATORS or processes_for(2) == 1:
         return {}
     first = combinations[:AT_MOST]
 

@@ -9,7 +9,7 @@ from tightfit.planner.blocks.solve import peak, solve
 from tightfit.planner.levers import CapturedBlocks, Role
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
-from tightfit.planner.search.selection import Selection
+from tightfit.planner.search.search import Search
 
 LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no trace is spent on it
 LEAST_GAIN = 0.01  # of a step: where a second choice for captured blocks gains less, no trace is spent on it
@@ -20,64 +20,64 @@ RECORDING_SECONDS = 10.0
 SOLVED_AGAIN = 6  # how often blocks are solved again with the prices of captured ones
 
 
-def capture_blocks(selection: Selection) -> None:
+def capture_blocks(search: Search) -> None:
     """Run the blocks of the fastest plan so far as captured programs, where that is faster, or fits at last.
 
     Other combinations are not tried: blocks of one kind and policy are captured anew for each shape, which takes
     longer than their traces.
     """
-    base = selection.solved or selection.least
-    if base is None or not may_capture(selection):
+    base = search.solved or search.least
+    if base is None or not may_capture(search):
         return
-    if selection.best is not None and base.combination == selection.mixed:
+    if search.best is not None and base.combination == search.mixed:
         return  # captured blocks were options beside compiled ones
-    if any(base.combination.get(kind) for kind in selection.of_role(Role.WHOLE_BLOCKS)):
+    if any(base.combination.get(kind) for kind in search.of_role(Role.WHOLE_BLOCKS)):
         return  # compiled blocks are the least, and nothing fits: a block is compiled or captured
-    if selection.best is None and selection.budget_bytes < NEARLY * base.needed_bytes:
+    if search.best is None and search.budget_bytes < NEARLY * base.needed_bytes:
         return
-    paths = tuple(path for path in selection.paths if not base.policies.get(path, KEEP_ALL).offloads)
-    saved = saved_seconds(base.trace, paths, selection.request.executor)
-    if selection.best is not None and saved < LEAST_SAVING * base.seconds:
+    paths = tuple(path for path in search.paths if not base.policies.get(path, KEEP_ALL).offloads)
+    saved = saved_seconds(base.trace, paths, search.request.executor)
+    if search.best is not None and saved < LEAST_SAVING * base.seconds:
         reason = f"would save less than {LEAST_SAVING:.1%} of the step"
-        selection.rejected.append(Rejected(CapturedBlocks.title, reason))
+        search.rejected.append(Rejected(CapturedBlocks.title, reason))
         return
-    is_solved = base.priced is not None and len(paths) == len(selection.paths)
-    if is_solved and selection.best is not None:
+    is_solved = base.priced is not None and len(paths) == len(search.paths)
+    if is_solved and search.best is not None:
         # Recording the policies of the plan so far too would take as long as a trace.
-        _solve_captured(selection, base, paths, 0)
+        _solve_captured(search, base, paths, 0)
         return
-    candidate = _trace_captured(selection, base, base.policies, base.choice, paths)
+    candidate = _trace_captured(search, base, base.policies, base.choice, paths)
     if candidate is None:
         return
-    selection.consider(candidate, str(candidate.combination))
+    search.consider(candidate, str(candidate.combination))
     if is_solved and base.priced is not None:
-        _solve_captured(selection, base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
+        _solve_captured(search, base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
 
 
-def may_capture(selection: Selection) -> bool:
+def may_capture(search: Search) -> bool:
     """Whether captured blocks are allowed, by name or since the steps to come repay them."""
-    if not selection.request.may(CapturedBlocks) or not selection.paths:
+    if not search.request.may(CapturedBlocks) or not search.paths:
         return False
-    return not selection.request.may_repay(CapturedBlocks) or _is_repaid(selection)
+    return not search.request.may_repay(CapturedBlocks) or _is_repaid(search)
 
 
-def _is_repaid(selection: Selection) -> bool:
+def _is_repaid(search: Search) -> bool:
     """Whether the steps to come save more seconds than recording takes, by the prices of the fastest plan so far."""
-    if selection.best is None or selection.request.steps is None:
+    if search.best is None or search.request.steps is None:
         return False
-    best = selection.best
-    saved = saved_seconds(best.trace, selection.paths, selection.request.executor)
-    return selection.request.steps * saved >= RECORDING_SECONDS
+    best = search.best
+    saved = saved_seconds(best.trace, search.paths, search.request.executor)
+    return search.request.steps * saved >= RECORDING_SECONDS
 
 
-def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...], room: int) -> None:
+def _solve_captured(search: Search, base: Candidate, paths: tuple[str, ...], room: int) -> None:
     """Solve the choices inside blocks again, with the prices of captured blocks.
 
     `room` is the number of bytes that they need less than the recorded blocks of `base`.
     """
     assert base.priced is not None, "blocks are solved by their prices"
     again = priced_as_captured(base.priced, paths, base.trace, base.combination.micro_batches)
-    bound = selection.budget_bytes - UNSEEN_BYTES + room
+    bound = search.budget_bytes - UNSEEN_BYTES + room
     tried, fits = [base.policies] if room else [], math.inf
     for number in range(SOLVED_AGAIN):
         solution = solve(again.chain, bound)
@@ -86,12 +86,12 @@ def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...
         if solution.seconds > fits - LEAST_GAIN * base.seconds:
             return
         tried.append(policies)
-        candidate = _trace_captured(selection, base, policies, solution.choice, paths)
+        candidate = _trace_captured(search, base, policies, solution.choice, paths)
         if candidate is None:
             return
         candidate = replace(candidate, priced=again)
-        selection.consider(candidate, f"{candidate.combination}, blocks solved")
-        excess = selection.excess(candidate)
+        search.consider(candidate, f"{candidate.combination}, blocks solved")
+        excess = search.excess(candidate)
         if math.isfinite(fits):
             return
         if excess > 0:
@@ -100,28 +100,28 @@ def _solve_captured(selection: Selection, base: Candidate, paths: tuple[str, ...
         else:
             # What captured blocks do not take is room for a faster choice.
             fits = solution.seconds
-            bound = selection.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
+            bound = search.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
 
 
 def _trace_captured(
-    selection: Selection, base: Candidate, policies: dict[str, Policy], choice: tuple[int, ...], paths: tuple[str, ...]
+    search: Search, base: Candidate, policies: dict[str, Policy], choice: tuple[int, ...], paths: tuple[str, ...]
 ) -> Candidate | None:
     """The step with the blocks at `paths` captured; None if none of them can be. Says why others are not."""
     combination = base.combination.with_lever(CapturedBlocks(paths))
-    candidate = selection.trace_applied(combination, policies, base.priced, choice)
-    refused = reject_refused(selection)
+    candidate = search.trace_applied(combination, policies, base.priced, choice)
+    refused = reject_refused(search)
     left = tuple(path for path in paths if path not in refused)
     # Blocks that are refused run in the trace as they will without the lever.
     return replace(candidate, combination=base.combination.with_lever(CapturedBlocks(left))) if left else None
 
 
-def reject_refused(selection: Selection) -> dict[str, str]:
+def reject_refused(search: Search) -> dict[str, str]:
     """Why blocks of the last trace could not be captured, by path. Says so in the plan."""
-    refused = dict(selection.tracer.refused)
+    refused = dict(search.tracer.refused)
     for reason in dict.fromkeys(refused.values()):
         count = sum(each == reason for each in refused.values())
-        name = f"{CapturedBlocks.title} ({count} of {len(selection.paths)} blocks)"
+        name = f"{CapturedBlocks.title} ({count} of {len(search.paths)} blocks)"
         row = Rejected(name, f"cannot be captured: {reason}")
-        if row not in selection.rejected:
-            selection.rejected.append(row)
+        if row not in search.rejected:
+            search.rejected.append(row)
     return refused

@@ -13,22 +13,22 @@ from tightfit.planner.levers import CapturedBlocks, Combination, CompiledBlocks,
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Baseline, Candidate
 from tightfit.planner.search.capturing import may_capture, reject_refused
-from tightfit.planner.search.selection import Selection
+from tightfit.planner.search.search import Search
 from tightfit.tracing.record import StepTrace
 
 SOLVED_AGAIN = 4  # how often blocks are solved again when the trace of a choice takes other bytes than its price
 LEAST_GAIN = 0.005  # of a step: where another choice gains less, no trace is spent on it
 
 
-def fuse_blocks(selection: Selection, baselines: Sequence[Baseline]) -> bool:
+def fuse_blocks(search: Search, baselines: Sequence[Baseline]) -> bool:
     """Try compiled blocks, with choices of the plan inside, beside the most promising of these combinations.
 
     Where captured blocks are allowed, they are options in the same solution. Returns False where that is not possible:
     the choices need `recompute`, and blocks that can be captured.
     """
-    if not (selection.request.may(CompiledBlocks) and selection.request.may(Recompute)):
+    if not (search.request.may(CompiledBlocks) and search.request.may(Recompute)):
         return False
-    bound = selection.budget_bytes - UNSEEN_BYTES
+    bound = search.budget_bytes - UNSEEN_BYTES
     base = _most_promising(baselines, bound)
     if base is None or base.priced is None:
         return False
@@ -36,28 +36,28 @@ def fuse_blocks(selection: Selection, baselines: Sequence[Baseline]) -> bool:
 
     def trace(policies: Mapping[str, Policy]) -> StepTrace:
         compiled = combination.with_lever(CompiledBlocks((), tuple(policies)))
-        return selection.tracer.part(compiled, policies, selection.plain, compared=True)
+        return search.tracer.part(compiled, policies, search.plain, compared=True)
 
     try:
-        prices = price_fused(base.priced, trace, selection.plain, bound, _captured(selection, combination, base.priced))
+        prices = price_fused(base.priced, trace, search.plain, bound, _captured(search, combination, base.priced))
     except CompileError as error:
-        selection.rejected.append(Rejected(CompiledBlocks.title, f"cannot be compiled under a plan: {error}"))
+        search.rejected.append(Rejected(CompiledBlocks.title, f"cannot be compiled under a plan: {error}"))
         return False
-    if selection.tracer.refused:
-        for reason in dict.fromkeys(selection.tracer.refused.values()):
-            selection.rejected.append(Rejected(CompiledBlocks.title, f"cannot be compiled under a plan: {reason}"))
+    if search.tracer.refused:
+        for reason in dict.fromkeys(search.tracer.refused.values()):
+            search.rejected.append(Rejected(CompiledBlocks.title, f"cannot be compiled under a plan: {reason}"))
         return False
-    _solve(selection, combination, prices, bound)
+    _solve(search, combination, prices, bound)
     return True
 
 
-def _captured(selection: Selection, combination: Combination, priced: Priced) -> Captured | None:
+def _captured(search: Search, combination: Combination, priced: Priced) -> Captured | None:
     """The options of captured blocks; None where they are not allowed, or save next to nothing."""
-    if not may_capture(selection):
+    if not may_capture(search):
         return None
-    selection.mixed = combination
-    executor, micro_batches = selection.request.executor, combination.micro_batches
-    return Captured(priced, priced.paths, executor, selection.plain, micro_batches)
+    search.mixed = combination
+    executor, micro_batches = search.request.executor, combination.micro_batches
+    return Captured(priced, priced.paths, executor, search.plain, micro_batches)
 
 
 def _most_promising(baselines: Sequence[Baseline], bound: int) -> Baseline | None:
@@ -75,12 +75,12 @@ def _most_promising(baselines: Sequence[Baseline], bound: int) -> Baseline | Non
     return min(priced, key=lambda baseline: least_peak(baseline.chain).peak_bytes, default=None)
 
 
-def _solve(selection: Selection, combination: Combination, prices: FusedPrices, bound: int) -> None:
+def _solve(search: Search, combination: Combination, prices: FusedPrices, bound: int) -> None:
     tried: set[tuple[tuple[str, ...], tuple[str, ...], frozenset[tuple[str, Policy]]]] = set()
     fits: Candidate | None = None
     for _ in range(SOLVED_AGAIN):
         solution = solve(prices.solved.chain, bound)
-        if solution is None and not tried and selection.best is None:
+        if solution is None and not tried and search.best is None:
             solution = least_peak(prices.solved.chain)
         if solution is None:
             return
@@ -90,9 +90,9 @@ def _solve(selection: Selection, combination: Combination, prices: FusedPrices, 
         if key in tried:
             return
         tried.add(key)
-        candidate, refused = _traced(selection, combination, prices, solution)
-        selection.consider(candidate, f"{candidate.combination}, blocks solved")
-        excess = selection.excess(candidate)
+        candidate, refused = _traced(search, combination, prices, solution)
+        search.consider(candidate, f"{candidate.combination}, blocks solved")
+        excess = search.excess(candidate)
         if refused:
             prices = prices.without_captured(refused)
             continue
@@ -106,22 +106,22 @@ def _solve(selection: Selection, combination: Combination, prices: FusedPrices, 
             return
         fits = candidate
         # What the blocks take less than their prices say is room for a faster choice.
-        bound = selection.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
+        bound = search.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
 
 
 def _traced(
-    selection: Selection, combination: Combination, prices: FusedPrices, solution: Solution
+    search: Search, combination: Combination, prices: FusedPrices, solution: Solution
 ) -> tuple[Candidate, tuple[str, ...]]:
     """The step with a choice, and the blocks that it captures and that cannot be captured."""
     compiled, captured = prices.compiled(solution.choice), prices.captured(solution.choice)
     levers = combination.with_lever(CompiledBlocks((), compiled) if compiled else None)
-    candidate = selection.trace_applied(
+    candidate = search.trace_applied(
         levers.with_lever(CapturedBlocks(captured) if captured else None),
         prices.solved.policies(solution.choice),
         prices.shown,
         solution.choice,
     )
-    refused = reject_refused(selection) if captured else {}
+    refused = reject_refused(search) if captured else {}
     left = tuple(path for path in captured if path not in refused)
     combination = levers.with_lever(CapturedBlocks(left) if left else None)
     candidate = replace(candidate, combination=combination, choice=solution.choice)

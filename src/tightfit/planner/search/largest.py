@@ -18,6 +18,7 @@ from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Request, lacking
 from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import fingerprint
@@ -250,7 +251,7 @@ class _SizeSearch:
         search = self.search(number)
         self.notice(f"{self.what} {number * self.multiple_of}: planned in full")
         try:
-            self.plans[number] = as_plan(search, search.run())
+            self.plans[number] = as_plan(search, fastest(search))
         except CannotFit as error:
             self.failures[number] = error
         return number in self.plans

@@ -8,7 +8,8 @@ from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.levers import Combination, MicroBatches, Offload, Recompute, Role
 from tightfit.planner.request import optimizer_peak
-from tightfit.planner.search.search import Search, segment_counts
+from tightfit.planner.search.last_resorts import segment_counts
+from tightfit.planner.search.search import Search
 from tightfit.tracing.record import StepTrace
 
 WORSE_IN_A_ROW = 2  # worse numbers of segments after which the search stops: the peak falls and then rises with them

@@ -12,6 +12,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.records import Rejected
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tightfit.ranks.messages import seconds_of_reductions
 from tightfit.ranks.world import Sharding, World
@@ -140,10 +141,10 @@ class _Shardings:
         if sharding == self.world.sharding:
             return self.default
         world = replace(self.world, sharding=sharding)
-        search = Search(self.request.but(world=world), self.default.budget, resorts=self.default.resorts)
-        if is_share_of(search.budget, "x"):  # of the plain step with FSDP2's defaults
-            search.budget_bytes = self.default.budget_bytes
-        return search
+        budget, resorts = self.default.budget, self.default.resorts
+        # A share is one of the plain step with FSDP2's defaults.
+        limit = self.default.budget_bytes if is_share_of(budget, "x") else None
+        return Search(self.request.but(world=world), budget, resorts, limit_bytes=limit)
 
 
 def in_words(sharding: Sharding) -> str:
@@ -160,7 +161,7 @@ def _searched(search: Search, world: World, default: Search) -> RanksFound:
     """The best candidate of a search, lowered until the largest of all ranks fits."""
     budget = search.budget_bytes
     for _ in range(LOWERINGS):
-        candidate = search.run()
+        candidate = fastest(search)
         found = search.tracer.ranks(
             world, candidate.combination, candidate.policies, candidate.joined, first=candidate.trace
         )
@@ -168,8 +169,6 @@ def _searched(search: Search, world: World, default: Search) -> RanksFound:
         if over <= 0:
             return RanksFound(search, candidate, found.peaks, default.plain, budget, world)
         # The first rank has the largest shards, but an optimizer that orders whole matrices may load another one more.
-        lowered = Search(search.request, search.budget, resorts=search.resorts)
-        lowered.budget_bytes = search.budget_bytes - over
-        search = lowered
+        search = Search(search.request, search.budget, search.resorts, limit_bytes=search.budget_bytes - over)
     least = max(found.peaks) + UNSEEN_BYTES
     raise CannotFit(f"no plan was found with which all {world.size} ranks fit: the largest takes {least} bytes", least)

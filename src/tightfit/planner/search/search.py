@@ -1,68 +1,225 @@
-"""Finds the fastest combination of levers whose true peak is within the budget.
+"""The search for the plan of a step: its traces, what was priced, and the candidates within the budget.
 
-Some levers concern the whole step (micro-batches, chunked loss). For each combination of these, the search solves the
-choices inside blocks exactly. It tries the combinations with the fewest micro-batches first. It does not solve a
-combination whose step is slower than the best plan even without recomputation. Each solution is traced as applied. If
-that trace exceeds the budget, the search lowers the bound by the excess and solves again.
+The order in which levers are tried is in `fastest`. This is what each of them uses: a combination of levers is traced,
+its blocks are priced and solved, the solution is traced as applied, and kept if it is the fastest that fits.
 """
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
 
-from tightfit.errors import CompileError, LeverError
-from tightfit.levers.recompute import KEEP_ALL, Policy
-from tightfit.levers.recompute.rule import every_block
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.blocks.pricing import Priced, price
 from tightfit.planner.blocks.solve import least_peak, solve
-from tightfit.planner.levers import Combination, Lever, Recompute, Role, lever_types
-from tightfit.planner.records import Rejected
-from tightfit.planner.request import optimizer_peak
-from tightfit.planner.search.beside_imports import priced_beside_imports
+from tightfit.planner.levers import Combination, Lever, PlainStep, Recompute, Role, lever_types
+from tightfit.planner.records import DeviceRoom, Rejected
+from tightfit.planner.request import Request, Tracer, lacking, optimizer_peak, plain_step
 from tightfit.planner.search.candidates import (
     UNSEEN_BYTES,
     Baseline,
     Candidate,
     accumulation_seconds,
+    describe_levers,
     loop_seconds,
 )
-from tightfit.planner.search.capturing import capture_blocks
-from tightfit.planner.search.fusing import fuse_blocks
-from tightfit.planner.search.selection import Selection
-from tightfit.tracing.record import Phase, StepTrace
+from tightfit.runtime.forked import processes_for, shared_out
+from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.tracing.record import StepTrace
+from tightfit.units import format_bytes, is_share_of, parse_budget
 
+SMALL = 1500  # operators of a step that is traced in no time worth naming
 TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
 
 
 @dataclass
-class Search(Selection):
-    """Mutable: the combinations priced so far, beside the candidates."""
+class Search:
+    """Mutable: the fastest candidate so far, the one of least peak, rejected combinations, traces and prices.
 
+    What a caller knows already is given and not found again: `known_plain`, the trace of the plain step; `known_paths`,
+    the blocks; `limit_bytes`, the budget in bytes, which may also be a part of the budget. `tracer` is another way to
+    run the step dry. Without `resorts`, levers that are tried only where nothing else fits are left out.
+    """
+
+    request: Request
+    budget: int | str
+    resorts: bool = True
+    tracer: Tracer = None  # pyright: ignore[reportAssignmentType] - that of the request
+    known_plain: StepTrace | None = None
+    known_paths: list[str] | None = None
+    limit_bytes: int | None = None
+    routing_matters: bool = False
+    best: Candidate | None = None
+    least: Candidate | None = None
+    solved: Candidate | None = None  # the fastest that fits without compiled or captured blocks
+    mixed: Combination | None = None  # the one whose blocks were solved with compiled and captured options together
+    rejected: list[Rejected] = field(default_factory=list)
+    wholes: dict[Applied, StepTrace] = field(default_factory=dict)
     priced: dict[Combination, Baseline] = field(default_factory=dict)
-    resorts: bool = True  # whether last-resort levers and segments are tried where nothing else fits
     lower_bound: float = math.inf  # seconds of a step that no choice without a proof of optimality can undercut
 
-    def run(self) -> Candidate:
-        """The fastest candidate within the budget. Raises `CannotFit` with the least peak found."""
-        plain = self.request.plain
-        routed = self.tracer.routed_peaks(self.plain, plain, {})
-        # One peak means that routing changed no level of the plain step. Candidates then need no traces per routing.
-        self.routing_matters = len(routed) > 1
-        self.consider(Candidate(plain, {}, (), self.plain, worst_bytes=max(routed, default=None)), "no lever")
-        if self.best is None:
-            self.forbidden()
-            self.solve_combinations()
-        elif self.request.compiles:
-            self.solve_below_plain()
-        capture_blocks(self)
-        if self.best is None and self.resorts:
-            self.try_last_resorts()
-        if self.best is None and self.resorts:
-            self.join_segments()
-        if self.best is None:
-            raise self.cannot_fit()
-        return self.best
+    def __post_init__(self) -> None:
+        self.tracer = self.tracer or Tracer(self.request)
+        if self.request.blocks is not None:
+            find_blocks(self.request.model, self.request.blocks)  # raises for a wrong glob before the first trace
+
+    @cached_property
+    def kinds(self) -> tuple[type[Lever], ...]:
+        """The levers that the plan may use."""
+        return tuple(kind for kind in lever_types() if self.request.may(kind))
+
+    def of_role(self, role: Role) -> list[type[Lever]]:
+        return [kind for kind in self.kinds if kind.role is role]
+
+    @property
+    def paths(self) -> list[str]:
+        """Module paths of the blocks, in the order in which they run. Empty if no allowed lever needs blocks."""
+        if self.known_paths is None:
+            # Finding the blocks reads the plain trace, so a search without such levers does not pay for it.
+            may_need = any(kind.needs_blocks for kind in self.kinds)
+            request = self.request
+            self.known_paths = find_blocks(request.model, request.blocks, self.plain) if may_need else []
+        return self.known_paths
+
+    @cached_property
+    def elsewhere(self) -> dict[str, Policy]:
+        """The policies of blocks that run in other outcomes of random numbers than the one that is solved.
+
+        They keep nothing. So where one stands in for a block of that outcome, it holds no more than that one.
+        """
+        if not self.plain.reads_draws or not self.request.may(Recompute):
+            return {}
+        traces = [replace(self.tracer, draws=each).whole(self.request.plain, {}) for each in self.request.outcomes]
+        found = [find_blocks(self.request.model, self.request.blocks, trace) for trace in traces]
+        return {path: RECOMPUTE_ALL for paths in found for path in paths if path not in self.paths}
+
+    def paths_of(self, candidate: Candidate) -> list[str]:
+        """The paths of the blocks that a candidate's plan decides about."""
+        return [*self.paths, *(self.elsewhere if candidate.policies else ())]
+
+    def step(self, plain: StepTrace | None = None) -> PlainStep:
+        """The plain step as levers see it. `plain` replaces the search's own trace by another one of the same model,
+        which saves a trace.
+        """
+        request = self.request
+        trace = self.plain if plain is None else plain
+        return plain_step(request, trace, self.paths)
+
+    @property
+    def plain(self) -> StepTrace:
+        """The step with no lever."""
+        if self.known_plain is None:
+            self.known_plain = self.tracer.plain()
+        return self.known_plain
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a whole trace of the step costs next to nothing."""
+        return len(self.plain.operators) <= SMALL
+
+    def shared(self, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+        """The result of `work` for each part, such as a trace that depends on no other one.
+
+        Long traces are shared among forks of this process, where it may be forked. A fork sends back nothing else.
+        """
+        processes = 1 if self.is_small else processes_for(len(parts))
+        if processes == 1:
+            return [work(part) for part in parts]
+
+        # A part goes to a fork by its number: the fork has it already.
+        def numbered(number: int, notice: object) -> Result:
+            return work(parts[number])
+
+        return shared_out(numbered, range(len(parts)), lambda line: None, processes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget in bytes."""
+        if self.limit_bytes is None:
+            plain = self.plain.peak_bytes
+            budget = parse_budget(self.budget, device_bytes=self.request.device.memory_bytes, plain_peak_bytes=plain)
+            # Every plan leaves `UNSEEN_BYTES` free. Without them on top, a budget of `1x`, or of the peak that
+            # `estimate` printed, would reject the plain step itself.
+            is_plain = budget == plain or (is_share_of(self.budget, "x") and budget > plain)
+            self.limit_bytes = max(budget, plain + UNSEEN_BYTES) if is_plain else budget
+        return self.limit_bytes
+
+    def trace_applied(
+        self,
+        combination: Combination,
+        policies: dict[str, Policy],
+        priced: Priced | None = None,
+        choice: tuple[int, ...] = (),
+        joined: tuple[str, ...] = (),
+    ) -> Candidate:
+        policies = {**self.elsewhere, **policies} if policies else policies
+        trace = self.whole(combination, policies, joined)
+        routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
+        return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))
+
+    def whole(self, combination: Combination, policies: dict[str, Policy], joined: tuple[str, ...] = ()) -> StepTrace:
+        """The step with these levers, traced once."""
+        key = (combination, frozenset(policies.items()), joined)
+        if key not in self.wholes:
+            self.wholes[key] = self.tracer.whole(combination, policies, joined)
+        return self.wholes[key]
+
+    def consider(self, candidate: Candidate, name: str) -> None:
+        """Keep the candidate if it is the fastest that fits, and record why the slower one is rejected."""
+        if self.least is None or candidate.peak_bytes < self.least.peak_bytes:
+            self.least = candidate
+        if (excess := self.excess(candidate)) > 0:
+            over = (
+                "over the budget" if candidate.needed_bytes > self.budget_bytes else "more than the device has room for"
+            )
+            reason = f"{format_bytes(excess)} {over}"
+            self.rejected.append(Rejected(name, reason, candidate.peak_bytes, candidate.seconds))
+            return
+        if self.solved is None or candidate.seconds < self.solved.seconds:
+            whole = (*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
+            if not any(candidate.combination.get(kind) for kind in whole):
+                self.solved = candidate
+        if self.best is None or candidate.seconds < self.best.seconds:
+            if self.best is not None:
+                self.reject_slower(self.in_words(self.best), self.best)
+            self.best = candidate
+        else:
+            self.reject_slower(name, candidate)
+
+    def excess(self, candidate: Candidate) -> int:
+        """Bytes by which a candidate exceeds the budget or, on CUDA, the memory of the device.
+
+        The budget limits allocated bytes (`max_memory_allocated`). The allocator's segments and the context must also
+        fit on the device, or in the share of it that a budget in per cent names.
+        """
+        over = candidate.needed_bytes - self.budget_bytes
+        if over > 0 or candidate.trace.reserved_bytes is None:
+            return over
+        return lacking(candidate.trace, self.device_bytes)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device that allocator and context may use together."""
+        held = self.budget_bytes if is_share_of(self.budget, "%") else self.request.device.memory_bytes
+        return held - self.request.communicator_bytes
+
+    def room(self, trace: StepTrace) -> DeviceRoom | None:
+        """Memory that a step uses of a CUDA device, with allocator and context; None on a CPU."""
+        if trace.reserved_bytes is None:
+            return None
+        held = self.request.device.memory_bytes
+        return DeviceRoom(held, trace.reserved_bytes, CONTEXT_BYTES, is_share_of(self.budget, "%"))
+
+    def reject_slower(self, name: str, candidate: Candidate) -> None:
+        self.rejected.append(Rejected(name, "fits, but is slower", candidate.peak_bytes, candidate.seconds))
+
+    def in_words(self, candidate: Candidate) -> str:
+        return describe_levers(candidate.combination, candidate.policies, len(self.paths), len(candidate.joined))
 
     # Combinations
 
@@ -76,96 +233,6 @@ class Search(Selection):
             settings = (None, *kind.settings(step))
             found = [combination.with_lever(setting) for combination in found for setting in settings]
         return found
-
-    def solve_combinations(self) -> None:
-        """Solve every combination. With `fewest_micro_batches`, stop at the first number of micro-batches that fits."""
-        waiting: list[Combination] = []  # solved, but not yet tried with compiled blocks
-        combinations = self.combinations()
-        self.priced |= priced_beside_imports(self, combinations, self.baseline)
-        for _, alike in itertools.groupby(combinations, key=lambda combination: combination.micro_batches):
-            for combination in alike:
-                self.solve_blocks(combination)
-                waiting.append(combination)
-            # `micro_batches="auto"` promises the largest micro-batch that fits, even if smaller ones run faster.
-            if self.request.fewest_micro_batches:
-                self.compile_blocks(waiting)
-                waiting = []
-                if self.best is not None:
-                    return
-        self.compile_blocks(waiting)
-
-    def solve_below_plain(self) -> None:
-        """Solve every combination within the plain peak. Within more, plain blocks are the cheapest that is guessed."""
-        budget_bytes = self.budget_bytes
-        self.budget_bytes = min(budget_bytes, self.plain.peak_bytes)
-        self.solve_combinations()
-        self.budget_bytes = budget_bytes
-
-    def compile_blocks(self, combinations: Sequence[Combination]) -> None:
-        """Try compiled blocks beside these combinations: under the plan's choices, or else with PyTorch's own."""
-        kinds = self.of_role(Role.WHOLE_BLOCKS)
-        if not kinds or not combinations:
-            return
-        if fuse_blocks(self, [self.priced[each] for each in combinations if each in self.priced]):
-            return
-        for combination in combinations:
-            for kind in kinds:
-                self.try_whole_blocks(combination, kind)
-
-    def try_whole_blocks(self, combination: Combination, kind: type[Lever]) -> None:
-        """Try a lever that changes whole blocks, its fastest setting first, until one fits. Then use the faster
-        settings before it in as many blocks as the budget allows.
-        """
-        # No bisection over the settings: with PyTorch's `activation_memory_budget` the peak need not fall from one
-        # share to the next, so each setting is traced as applied.
-        over: list[Lever] = []
-        for setting in kind.settings(self.step()):
-            alike = combination.with_lever(setting)
-            try:
-                candidate = self.trace_applied(alike, {})
-            except CompileError as error:
-                self.rejected.append(Rejected(str(alike), str(error)))
-                return
-            self.consider(candidate, str(alike))
-            if self.excess(candidate) <= 0:
-                # One share for all blocks is coarse: one step up may be far too much. Blocks that keep more use the
-                # memory that is left, which made CPU26 5% faster at the same peak (docs/lab-notes.md).
-                for higher in dict.fromkeys(over[-1:] + over[:1]):
-                    self.mix(combination, setting, higher)
-                return
-            if self.best is not None and candidate.seconds >= self.best.seconds:
-                return  # settings come fastest first, so the next ones are slower still
-            over.append(setting)
-
-    def mix(self, combination: Combination, setting: Lever, higher: Lever) -> None:
-        """Use the faster setting `higher`, which exceeds the budget in all blocks, in as many blocks as fit."""
-        found: Candidate | None = None
-        fits, over = 0, len(self.paths)
-        while over - fits > 1:
-            middle = (fits + over) // 2
-            candidate = self.trace_applied(combination.with_lever(setting.mixed(higher, middle)), {})
-            if self.excess(candidate) <= 0:
-                found, fits = candidate, middle
-            else:
-                over = middle
-        if found is not None:
-            self.consider(found, str(found.combination))
-
-    def try_last_resorts(self) -> None:
-        """Add the last-resort levers to the combination of least peak, one setting at a time, until one fits."""
-        assert self.least is not None, "the plain step was traced"
-        # Solving puts recompute on blocks, which compiled blocks refuse (RECOMPUTE_AND_COMPILED_BLOCKS).
-        least = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
-        for kind in self.of_role(Role.LAST):
-            for setting in kind.settings(self.step()):
-                combination = least.with_lever(setting)
-                try:
-                    self.solve_blocks(combination)
-                except LeverError as error:  # a module whose input is not one tensor (B, T, n) cannot be tiled
-                    self.rejected.append(Rejected(str(combination), str(error)))
-                    break
-                if self.best is not None:
-                    return
 
     # Choices inside blocks
 
@@ -277,51 +344,8 @@ class Search(Selection):
                 f"{combination}, blocks at their least",
             )
 
-    def join_segments(self) -> None:
-        """Join blocks to segments, which also recompute the blocks' outputs. That is slower, and needs less memory in
-        models of many blocks.
-        """
-        if not self.request.may(Recompute) or not self.paths or self.least is None:
-            return
-        world = self.request.world
-        if world is not None and world.is_sharded and world.sharding.reshard_after_forward is not False:
-            return  # a segment recomputes several blocks at once, and FSDP2 has gathered the weights of one
-        if self.least.trace.peak_operator.phase is Phase.OPTIMIZER:
-            return  # segments lower only forward and backward
-        combination = self.least.combination.without(*self.of_role(Role.WHOLE_BLOCKS), *self.of_role(Role.EXECUTION))
-        for segments in segment_counts(len(self.paths)):
-            rule = every_block(self.paths, segments=segments)
-            part = self.tracer.part(combination, rule.policies, self.plain, rule.joined)
-            if part.peak_bytes >= self.least.peak_bytes:
-                continue  # the trace of a part suffices to see that this is no gain, and costs less than a whole step
-            self.consider(
-                self.trace_applied(combination, rule.policies, joined=rule.joined),
-                f"{combination}, {segments} segments",
-            )
-            if self.best is not None:
-                return
-
     def gap_seconds(self, candidate: Candidate) -> float:
         """Seconds by which another choice inside blocks may be faster than the best candidate. Zero if every choice was
         proved optimal, and for candidates other than the best, which claim nothing.
         """
         return max(0.0, candidate.seconds - self.lower_bound) if candidate is self.best else 0.0
-
-    def forbidden(self) -> None:
-        """Record which levers were not allowed, and which have nothing to work on in this model."""
-        for kind in lever_types():
-            if not self.request.may(kind):
-                why = None if kind.on_request else "not among the levers that were allowed"
-            else:
-                why = kind.why_not(self.step())
-            if why is not None:
-                self.rejected.append(Rejected(kind.title, why))
-
-
-def segment_counts(blocks: int) -> list[int]:
-    """The numbers of segments worth a trace, largest first.
-
-    For each possible length of the longest segment, that is the smallest number of segments. More segments of the same
-    greatest length would keep more outputs and lower no segment's own peak.
-    """
-    return sorted({math.ceil(blocks / length) for length in range(2, blocks + 1)}, reverse=True)
