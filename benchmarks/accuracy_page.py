@@ -392,9 +392,9 @@ a process of its own (`python -m benchmarks.card`); the third step is compared. 
 
 {table}
 Not to the byte, all of them. Steps of {FIRST_GRID} were measured before their causes were mended and not again
-(`docs/lab-notes.md`, "The truth of bytes on the null card"). Of the later ones: 1,024 bytes with an 8-bit optimizer are
-tables of bitsandbytes on the host (mended since); 512 bytes with several micro-batches are the sum of the losses of a
-middle one, which is not traced.
+(`notes/null-card.md`, "The truth of bytes on the null card"). Of the later ones: 1,024 bytes with an 8-bit optimizer
+are tables of bitsandbytes on the host (mended since); 512 bytes with several micro-batches are the sum of the losses of
+a middle one, which is not traced.
 
 {misses}
 {len(failed)} steps were not measured: {"; ".join(f"{why} ({count})" for why, count in errors.most_common())}.

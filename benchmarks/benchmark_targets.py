@@ -20,7 +20,7 @@ Found = Mapping[str, Record]
 Verdict = tuple[str, str, bool | None]  # target, figure, and whether it is met (None: not measured)
 PRODUCTS = (
     "products recomputed in the blocks whose backward is at the peak, with compiled blocks 7% of a step "
-    "(docs/lab-notes.md, At the checkpoint's peak, on other shapes)"
+    "(notes/planner.md, At the checkpoint's peak, on other shapes)"
 )
 DRIFT = (
     "the machine's own speed: a reference step of the calibration drifts between cases (docs/accuracy.md, Step time, "

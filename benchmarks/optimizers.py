@@ -141,7 +141,7 @@ without bf16 weights they would be plain AdamW, and are refused by name.
 bits, 2 of states, and scales of 8 bytes for each 64 parameters. Without the gradient (step in backward) it takes 5.125.
 It follows FlashOptim (arXiv:2602.23349) with other codes: the square root of the first moment and the fourth root of
 the second one, which lose less where sizes differ within a group. No second moment becomes zero, and scales are fp32.
-[lab-notes.md](lab-notes.md) has the errors of both. An infinite or undefined gradient spoils its group of 64.
+`notes/exactness.md` has the errors of both. An infinite or undefined gradient spoils its group of 64.
 
 ## Bytes per parameter
 

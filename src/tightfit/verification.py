@@ -30,7 +30,7 @@ from tightfit.tracing.restore import random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 
 # With most weights frozen, fewer numbers are compared, and the norm of their errors scatters more: by up to 10% on 1152
-# numbers, 1.6% on 16384 (docs/lab-notes.md, "Rounding"). This factor over the root of their number allows for that.
+# numbers, 1.6% on 16384 (notes/exactness.md, "Rounding"). This factor over the root of their number allows for that.
 FEW_NUMBERS = 4.0
 
 

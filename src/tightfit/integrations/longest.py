@@ -17,7 +17,7 @@ def longest_samples(dataset: Any) -> tuple[list[int], int] | None:
     probed samples have the same sizes.
     """
     # In each field: the longest `input_ids` say nothing about the longest labels. DPO planned for 19.0 MB by
-    # `input_ids` alone, and used 140.3 MB (docs/lab-notes.md).
+    # `input_ids` alone, and used 140.3 MB (notes/).
     most: dict[str | None, tuple[int, int]] = {}
     least: tuple[int, int] | None = None
     first = 0

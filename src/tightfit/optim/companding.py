@@ -1,7 +1,7 @@
 """Numbers in few bits: moments in 8 bits with a scale for each group, weights as bf16 and 8 bits more.
 
 The layout is that of FlashOptim (Gonzalez Ortiz et al. 2026, arXiv:2602.23349). Its companding functions, its 16-bit
-scales and its code for zero were replaced, since they lose more (docs/lab-notes.md, "An optimizer at 7 bytes"):
+scales and its code for zero were replaced, since they lose more (notes/exactness.md, "An optimizer at 7 bytes"):
 
 - A first moment is stored by the square root of its size: codes from -127 to 127, of which 0 is zero.
 - A second moment is stored by its fourth root: codes from 0 to 255, the middles of 256 steps, of which none is zero.

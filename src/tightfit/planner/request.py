@@ -348,7 +348,7 @@ def device_of_a_rank(named: Any, *, in_ranks: bool) -> DeviceSpec:
 
 def gradients_are_zero(model: nn.Module) -> bool:
     """Whether the model has gradients and all of them are zero."""
-    # Only `zero_grad(set_to_none=False)` leaves such gradients: a backward leaves others (docs/lab-notes.md, "Gradients
+    # Only `zero_grad(set_to_none=False)` leaves such gradients: a backward leaves others (notes/bytes.md, "Gradients
     # that stay"). Sparse gradients and those without memory cannot be read here.
     held = [p.grad for p in model.parameters() if p.grad is not None]
     known = all(g.layout is torch.strided and not has_no_memory(g) for g in held)

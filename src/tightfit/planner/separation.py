@@ -35,7 +35,7 @@ MOST_SAMPLES = 32
 FEW_BYTES = 1 << 26  # of the gradients that are compared
 SAMPLED = 1 << 16  # numbers of each gradient
 # Relative differences of sums in another order, of a tensor itself and of all gradients together. What couples samples
-# weakly (a router's balance) moves some gradient by more. See docs/lab-notes.md, "Samples apart".
+# weakly (a router's balance) moves some gradient by more. See notes/, "Samples apart".
 ROUNDING = {torch.float64: (1e-5, 1e-7), torch.float32: (1e-4, 1e-6)}  # models cast to fp32 inside
 ROUNDING_OF_HALVES = (5e-2, 5e-3)
 

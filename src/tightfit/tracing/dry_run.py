@@ -189,7 +189,7 @@ class DryRun(Recording):
     def forget_imports(self) -> None:
         """Free the reference cycles that an import within the step leaves behind."""
         # Importing dynamo leaves cycles of frames and exceptions. They hold the frames that called the import, with
-        # activations among their locals: the first dry run of a process was 4 MB too high (docs/lab-notes.md).
+        # activations among their locals: the first dry run of a process was 4 MB too high (notes/).
         if len(sys.modules) != self._imported:
             gc.collect(0)  # the youngest generation holds all that the import made; a full collection takes 0.17 s
             self._imported = len(sys.modules)
@@ -443,7 +443,7 @@ def is_foreign(traits: Traits, func: Any) -> bool:
 def one_thread() -> Iterator[None]:
     """A context in which operators use one thread."""
     # Only small operators run for real. Waking other threads, which then spin while they wait, took 1.0 of the 2.6 s of
-    # an 8B's dry run (docs/lab-notes.md).
+    # an 8B's dry run (notes/).
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

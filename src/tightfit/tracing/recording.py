@@ -88,7 +88,7 @@ class Recording(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # PyTorch would wrap `__torch_dispatch__` in two frames otherwise, and `_called_by_engine` would never see the
-        # engine's frame (docs/lab-notes.md, "The engine's frames").
+        # engine's frame (notes/recompute.md, "The engine's frames").
         return False
 
     def see(self, tensor: torch.Tensor) -> Cell:

@@ -189,7 +189,7 @@ def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
 LARGEST_PRODUCT = 2**28  # multiplications of a 16-bit product that runs for real, in a few hundredths of a second
 SIDE = 256  # rows and columns of the small products that stand for a larger one
 LARGEST_FAST_PRODUCT = 2**33  # the same with instructions for 16 bits
-PACKED = 2048, 2048, 1024  # rows, inner size and columns from which on blocks hardly grow (docs/lab-notes.md)
+PACKED = 2048, 2048, 1024  # rows, inner size and columns from which on blocks hardly grow (notes/)
 
 _PRODUCTS = {
     "mm": aten.mm.default,

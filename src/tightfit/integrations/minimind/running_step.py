@@ -125,7 +125,7 @@ def running_request(
 def fullest(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """A context in which masks (tensors of zeros and ones) are true everywhere and no label is ignored."""
     # A loop may drop masked positions before it computes, and their number differs between batches. A plan made from a
-    # batch with few labels was 7% too low (MiniMind's distillation, docs/lab-notes.md).
+    # batch with few labels was 7% too low (MiniMind's distillation, notes).
     data = [tensor for tensor in tensors if not tensor.requires_grad]
     masked = [(tensor, tensor.clone()) for tensor in data if is_mask(tensor) or ignores_labels(tensor)]
     versions = [tensor._version for tensor, _ in masked]
@@ -171,7 +171,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def without_states(tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors without those that share memory with the optimizer's states, which a dry run makes itself."""
     # A checkpoint that a loop still holds shares memory with the states: `load_state_dict` does not copy a state that
-    # has the right dtype and device. Both were once counted (docs/lab-notes.md).
+    # has the right dtype and device. Both were once counted (notes/).
     states = {state.untyped_storage()._cdata for state in state_tensors(optimizer)}
     return [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in states]
 

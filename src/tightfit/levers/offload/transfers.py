@@ -315,7 +315,7 @@ class Transfers:
         departure = self._leaving.popleft()
         self._leaving_bytes -= departure.nbytes
         # Before the memory is freed at the end of this function: one statement later, and a kernel could reuse it
-        # while it is still read (docs/lab-notes.md, "Offload on CUDA, without a card").
+        # while it is still read (notes/null-card.md, "Offload on CUDA, without a card").
         departure.transfer.left()
         departure.check()
 

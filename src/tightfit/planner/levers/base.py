@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tightfit.step import Batch
     from tightfit.tracing.record import StepTrace
 
-# Sums in another order change the error of the gradients against fp64 by up to 2% (docs/lab-notes.md, "Rounding").
+# Sums in another order change the error of the gradients against fp64 by up to 2% (notes/exactness.md, "Rounding").
 ROUNDING_SPREAD = 1.02
 
 

@@ -31,7 +31,7 @@ class CompiledBlocks(BlockLever):
     summary = "`torch.compile` compiles the blocks (CPU)"
     exactness = Exactness.ROUNDING
     role = Role.WHOLE_BLOCKS
-    spread = 1.05  # fused kernels round at other places: -3.2% to +3.3% (docs/lab-notes.md, "Rounding")
+    spread = 1.05  # fused kernels round at other places: -3.2% to +3.3% (notes/exactness.md, "Rounding")
     on_request = True
     needs_blocks = True
     excludes = (BUDGET_AND_COMPILED_BLOCKS,)

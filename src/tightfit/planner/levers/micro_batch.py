@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from tightfit.planner.records import BlockChoice
 
 # Gradients of weights that are summed in parts (micro-batches, tiles) differ more than by the order of one product's
-# sums: by -4% to +29% as measured (docs/lab-notes.md, "Rounding"). A wrong weight of a part would change them thousands
-# of times more.
+# sums: by -4% to +29% as measured (notes/exactness.md, "Rounding"). A wrong weight of a part would change them
+# thousands of times more.
 PARTS_SPREAD = 1.5
 
 

@@ -15,7 +15,7 @@ LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no 
 LEAST_GAIN = 0.01  # of a step: where a second choice for captured blocks gains less, no trace is spent on it
 NEARLY = 0.9  # of the least peak: captured blocks need a few per cent less than recorded ones, at most
 # Of recording blocks before the first step and while planning: 3 s for PyTorch's tracers, and 1 to 2 s for each kind of
-# block and each of its policies (docs/lab-notes.md, "Captured blocks").
+# block and each of its policies (notes/compiled-and-captured.md, "Captured blocks").
 RECORDING_SECONDS = 10.0
 SOLVED_AGAIN = 6  # how often blocks are solved again with the prices of captured ones
 

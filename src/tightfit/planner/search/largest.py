@@ -188,7 +188,7 @@ class _SizeSearch:
 
     def guess(self, top: int) -> int:
         """The number near which to plan in full: from traces of forward and backward, then of whole steps nearby."""
-        # A full plan of a 7B takes half a minute, so a search that climbs by plans takes minutes (docs/lab-notes.md).
+        # A full plan of a 7B takes half a minute, so a search that climbs by plans takes minutes (notes/).
         guess = rough_bound(self.rough_excess, 0, top)
         number = max(guess, 1)
         search = self.search(number)

@@ -329,7 +329,7 @@ class Search:
     def take_solution_in_memory(self, combination: Combination, priced: Priced) -> None:
         """On CUDA, also try the best choice without offload."""
         # The copies of neighbouring blocks wait for each other, and prices of single blocks do not show that. A decoder
-        # on an H200 came out at 271 ms with offload where recompute alone took 146 ms (docs/lab-notes.md).
+        # on an H200 came out at 271 ms with offload where recompute alone took 146 ms (notes/).
         if self.request.device.kind != "cuda" or not self.request.may(Recompute) or self.best is None:
             return
         if any(policy.offloads for policy in self.best.policies.values()):

@@ -39,7 +39,7 @@ def try_whole_blocks(search: Search, combination: Combination, kind: type[Lever]
         search.consider(candidate, str(alike))
         if search.excess(candidate) <= 0:
             # One share for all blocks is coarse: one step up may be far too much. Blocks that keep more use the
-            # memory that is left, which made CPU26 5% faster at the same peak (docs/lab-notes.md).
+            # memory that is left, which made CPU26 5% faster at the same peak (notes/).
             for higher in dict.fromkeys(over[-1:] + over[:1]):
                 mix(search, combination, setting, higher)
             return

@@ -93,7 +93,7 @@ def inductor_with_budget(
 
     def inner(graph: Any, *args: Any, **kwargs: Any) -> Any:  # called again for backward, while the step runs
         # PyTorch 2.13 recomputes dropout with other random numbers for a share below 1: the same loss, and gradients
-        # off by 1e-2 (docs/lab-notes.md, "Compiled blocks").
+        # off by 1e-2 (notes/compiled-and-captured.md, "Compiled blocks").
         if kwargs.get("is_backward") and any(map(_draws_random_numbers, graph.graph.nodes)):
             raise CompileError(
                 f"{kind}: PyTorch's compiler draws random numbers (dropout) again when it recomputes, and gradients "

@@ -25,7 +25,7 @@ def writes_are_waited_for() -> Iterator[None]:
     """A context in which inductor orders a kernel for a CPU after the operators that write in place into what it reads.
 
     Where loops are divided anew to be fused, PyTorch 2.13 forgets that a kernel reads a buffer as an operator has left
-    it: dropout after a softmax was then read before it was drawn (docs/lab-notes.md, "Draws that were read too early").
+    it: dropout after a softmax was read before it was drawn (notes/recompute.md, "Draws that were read too early").
     """
     from torch._inductor.scheduler import SchedulerNode  # these take seconds to import
     from torch.compiler import config

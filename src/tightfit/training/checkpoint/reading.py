@@ -63,7 +63,7 @@ def read_small(folder: Path, name: str, limit_bytes: int) -> bytes:
 def new_digest() -> "hashlib.blake2b":
     """BLAKE2b with 256 bits (RFC 7693), as `b2sum -l 256` has it.
 
-    On a processor without instructions for SHA it takes two thirds of the time of SHA-256 (docs/lab-notes.md).
+    On a processor without instructions for SHA it takes two thirds of the time of SHA-256 (notes/).
     """
     return hashlib.blake2b(digest_size=32)
 
