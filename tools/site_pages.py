@@ -65,8 +65,9 @@ def pages() -> dict[str, str]:
 
 
 def from_the_root(path: Path, docs: str, up: str = "") -> str:
-    """A page of the repository's root, with its links as from the site's root."""
-    return re.sub(rf"\]\({docs}", f"]({up}", path.read_text("utf-8"))
+    """A page of the repository's root, with its links as from the site's root. Notes are not on the site."""
+    text = re.sub(r"\[notes\]\(notes/[^)]*\)", "`notes/`", path.read_text("utf-8"))
+    return re.sub(rf"\]\({docs}", f"]({up}", text)
 
 
 ELSEWHERE = {  # pages of the repository's root, and where they are on the site
