@@ -71,7 +71,7 @@ class RecipeSubject:
             model = Models(self.asked.model).of(row.recipe)
             asked = with_recipe(self.asked, row.recipe, model, self.optimizer)
             asked = asked.but(parallel=row.parallel)
-        return Refusal(asked, Search(asked.checked(may_choose=True), found.budget_bytes), recipes_tried=True)
+        return Refusal(Search(asked.checked(may_choose=True), found.budget_bytes), recipes_tried=True)
 
     def planned_as(self, outcome: Outcome, path: Path) -> Outcome:
         """The outcome with the figures of the plan of the configuration that was written."""

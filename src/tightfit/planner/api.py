@@ -285,13 +285,13 @@ def plan_asked(asked: Request, budget: int | str, *, curve: bool = False) -> Pla
             return plan_of_ranks(search_ranks(request, request.world, budget))
         except CannotFit as error:
             if not process_group_exists():  # a rank of a running loop can change neither its engine nor its cards
-                error.refusal = Refusal(asked, Search(request, budget))
+                error.refusal = Refusal(Search(request, budget))
             raise
     search = Search(request, budget)
     try:
         found = fastest(search)
     except CannotFit as error:
-        error.refusal = Refusal(asked, search)
+        error.refusal = Refusal(search)
         raise
     if not curve:
         return as_plan(search, found)  # a curve needs further traces

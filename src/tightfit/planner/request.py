@@ -177,7 +177,7 @@ class Request:
 
     @property
     def fewest_micro_batches(self) -> bool:
-        """Whether to stop at the first number of micro-batches that fits, even if a larger one would be faster."""
+        """True if the search stops at the first number of micro-batches that fits, even if a larger one is faster."""
         return self.step.micro_batches == "auto"
 
     @cached_property
@@ -232,7 +232,7 @@ class Request:
 
     @property
     def shards_leave(self) -> bool:
-        """Whether FSDP2's shards may be on the host of a card, where nothing else fits."""
+        """True if FSDP2's shards may be on the host of a card, where nothing else fits."""
         return self.world is not None and Offload.name in allowed_levers(self.levers_named)
 
     @cached_property
@@ -293,7 +293,7 @@ class Request:
 
     @cached_property
     def separation(self) -> Separation:
-        """Whether the samples of the batch can be computed apart, tried on real numbers where there are any."""
+        """The reason why samples of the batch stay together, if any; tried on real numbers where there are some."""
         if self.size < 2 or not can_be_tried(self.model, self.batch):
             return Separation(None, tried=False)
         try:
@@ -313,11 +313,11 @@ class Request:
         return Combination.of(self.micro_batches)
 
     def may(self, kind: type[Lever]) -> bool:
-        """Whether a plan may use the lever."""
+        """True if a plan may use the lever."""
         return kind.name in self.levers or self.may_repay(kind)
 
     def may_repay(self, kind: type[Lever]) -> bool:
-        """Whether a plan may use the lever, which nobody named, if the number of steps repays its preparation."""
+        """True if a plan may use the lever, which nobody named, if the number of steps repays its preparation."""
         is_alike = kind.repaid_beside is not None and kind.repaid_beside in self.levers
         return (
             is_alike
@@ -347,7 +347,7 @@ def device_of_a_rank(named: Any, *, in_ranks: bool) -> DeviceSpec:
 
 
 def gradients_are_zero(model: nn.Module) -> bool:
-    """Whether the model has gradients and all of them are zero."""
+    """True if the model has gradients and all of them are zero."""
     # Only `zero_grad(set_to_none=False)` leaves such gradients: a backward leaves others (notes/bytes.md, "Gradients
     # that stay"). Sparse gradients and those without memory cannot be read here.
     held = [p.grad for p in model.parameters() if p.grad is not None]

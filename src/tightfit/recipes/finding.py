@@ -74,12 +74,12 @@ class Finder:
     begun: set[tuple[Recipe, frozenset[str]]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        asked, search = self.refusal.asked, self.refusal.search
+        search = self.refusal.search
         self.search = search
         self.device: DeviceSpec = search.request.device
         # Figures of the device, not its name: all dry runs have the same ones. No share of the plain peak, which is
         # another one for each recipe.
-        self.asked = asked.but(device=self.device)
+        self.asked = search.request.but(device=self.device)
         self.budget: int | str = search.budget if is_share_of(search.budget, "%") else search.budget_bytes
         self.recipe = neighbours.recipe_of(search.request)
         self.levers = search.request.levers

@@ -93,7 +93,7 @@ class RecipeSearch:
         return [found[plain] for plain in sorted(found, key=_weight_bits)]
 
     def run(self, part: Sequence[Recipe]) -> Iterator[Found]:
-        """What becomes of the recipes of a part."""
+        """The outcomes of the recipes of a part."""
         done: set[Recipe] = set()
         last = [r for r in part if parse_optimizer(r.optimizer).kind == OFFLOADED]  # each is traced whole
         groups: dict[tuple[bool, Variant], list[Recipe]] = {}
@@ -113,7 +113,7 @@ class RecipeSearch:
                 yield each
 
     def of_variant(self, variant: Variant, recipes: Sequence[Recipe]) -> Iterator[Found]:
-        """What becomes of the recipes of one variant. One that cannot be tried is left out."""
+        """The outcomes of the recipes of one variant. One that cannot be tried is left out."""
         waiting = list(recipes)
         with leaving_out(lambda: waiting, self.left_out):
             search, model, held = self.search_of(variant, recipes[0])

@@ -55,14 +55,14 @@ def capture_blocks(search: Search) -> None:
 
 
 def may_capture(search: Search) -> bool:
-    """Whether captured blocks are allowed, by name or since the steps to come repay them."""
+    """True if captured blocks are allowed, by name or since the steps to come repay them."""
     if not search.request.may(CapturedBlocks) or not search.paths:
         return False
     return not search.request.may_repay(CapturedBlocks) or _is_repaid(search)
 
 
 def _is_repaid(search: Search) -> bool:
-    """Whether the steps to come save more seconds than recording takes, by the prices of the fastest plan so far."""
+    """True if the steps to come save more seconds than recording takes, by the prices of the fastest plan so far."""
     if search.best is None or search.request.steps is None:
         return False
     best = search.best

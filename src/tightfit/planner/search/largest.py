@@ -223,9 +223,8 @@ class _SizeSearch:
         return self.plain[model]
 
     def refusal(self, number: int) -> Refusal:
-        """What was asked for with a number that was planned in full."""
-        model, batch = self.case(number * self.multiple_of)
-        return Refusal(Request.of(model, batch, **self.how), self.search(number))
+        """The request and the search of a number that was planned in full."""
+        return Refusal(self.search(number))
 
     def rough_excess(self, number: int) -> int:
         """Bytes over the budget with the least peak without segments. The best segments are searched only once."""

@@ -76,7 +76,7 @@ class _Shardings:
         return self.best
 
     def bases(self) -> list[Sharding]:
-        """What is sharded by itself: the blocks, or embedding and head too where that takes less memory."""
+        """The shardings to begin with: the blocks by themselves, or embedding and head too where that takes less."""
         whole = self.world.sharding
         if self.world.keeps_units:
             return [whole]

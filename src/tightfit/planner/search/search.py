@@ -119,7 +119,7 @@ class Search:
 
     @property
     def is_small(self) -> bool:
-        """Whether a whole trace of the step costs next to nothing."""
+        """True if a whole trace of the step costs next to nothing."""
         return len(self.plain.operators) <= SMALL
 
     def shared(self, work: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
