@@ -4,11 +4,10 @@ import asyncio
 import json
 import sys
 
+import mcp
 import pytest
 
-mcp = pytest.importorskip("mcp")  # an environment of before has it not
-
-from tightfit.cli.assistants import server  # noqa: E402
+from tightfit.cli.assistants import server
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
