@@ -12,7 +12,7 @@ CARD_BIN := $(CARD)/bin
 CARD_READY := $(CARD)/.ready
 ON_CARD := $(CARD_BIN)/python -m tightfit.devices.nullcard rtx4090
 
-.PHONY: demo test test-beside-card test-card test-all check docs dist published benchmarks environment clean
+.PHONY: demo test test-beside-card test-card test-real-card test-all check docs dist published benchmarks environment clean
 
 environment: $(READY)
 
@@ -78,6 +78,14 @@ test-card: $(CARD_READY)
 	$(ON_CARD) -- $(CARD_BIN)/python -m pytest tests/card $(addprefix --ignore=,$(WITHOUT_VALUES)) $(CARD_TESTS)
 	$(ON_CARD) --late side -- $(CARD_BIN)/python -m pytest $(IN_EVERY_ORDER) $(CARD_TESTS)
 	$(ON_CARD) --late main -- $(CARD_BIN)/python -m pytest $(IN_EVERY_ORDER) $(CARD_TESTS)
+
+# The same rules and the same bits on the card of this machine, with the kernels that compute (PYTHON: with the CUDA build).
+# cuBLAS is told to keep to one workspace, without which it does not call itself repeatable.
+ON_REAL_CARD := $(addprefix tests/card/test_,operators.py casts.py captured_bytes.py calibration.py)
+REPEATABLE := $(addprefix tests/card/test_,exact_on_card.py recompute_by_hand.py)
+test-real-card:
+	TIGHTFIT_REAL_CARD=1 $(PYTHON) -m pytest $(ON_REAL_CARD) $(CARD_TESTS)
+	TIGHTFIT_REAL_CARD=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest $(REPEATABLE) $(CARD_TESTS)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'slow or not slow'

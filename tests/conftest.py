@@ -29,7 +29,7 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 # Tables and lines fit the terminal: what the suite reads must not depend on the one in which it runs.
 os.environ["COLUMNS"] = "100"
 
-# Tests of CUDA's path run on a null card only, by themselves: `make test-card`.
+# Tests of CUDA's path run by themselves, on a null card (`make test-card`) or a real one (`make test-real-card`).
 _ON_CARD = Path(__file__).parent / "card"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 collect_ignore: list[str] = []
@@ -53,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not hasattr(config, "workerinput"):
         paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
-        if "TIGHTFIT_NULLCARD" not in os.environ or not all(path.is_relative_to(_ON_CARD) for path in paths):
+        if not {"TIGHTFIT_NULLCARD", "TIGHTFIT_REAL_CARD"} & {*os.environ} or not all(
+            path.is_relative_to(_ON_CARD) for path in paths
+        ):
             os.environ[_VISIBLE] = ""
     if os.environ.get(_VISIBLE) == "":
         collect_ignore.append(str(_ON_CARD))

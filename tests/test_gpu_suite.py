@@ -1,7 +1,10 @@
 """The suite for a GPU runs on a CPU at small size, predicts before it measures and survives a case that fails."""
 
 import json
+import os
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -32,6 +35,8 @@ def test_small_cases_are_predicted_measured_and_summed_up(suite, tmp_path, capsy
 def test_a_prediction_is_in_the_file_before_its_case_runs_and_a_failure_is_recorded(
     suite, tmp_path, monkeypatch, capsys
 ):
+    from benchmarks.gpu import measuring
+
     path = tmp_path / "failing.json"
 
     def failing(case, made, device):
@@ -40,7 +45,12 @@ def test_a_prediction_is_in_the_file_before_its_case_runs_and_a_failure_is_recor
         assert "measured" not in written
         raise RuntimeError("CUDA error: something went wrong\nand more")
 
-    monkeypatch.setattr(suite, "measure", failing)
+    class Here(Thread):  # a thread knows what is replaced here, and keeps the other end of the pipe open
+        def __init__(self, target, args):
+            super().__init__(target=target, args=(*args[:-1], Connection(os.dup(args[-1].fileno()))))
+
+    monkeypatch.setattr(measuring, "measure", failing)
+    monkeypatch.setattr(suite, "PROCESS", Here)
     suite.main(["--small", "--only", "GPT-2", "--output", str(path)])
     content = json.loads(path.read_text())
     assert content["summary"]["failed"] == 1

@@ -3,14 +3,15 @@
     python -m benchmarks.gpu --output benchmarks/results/gpu.json
     python -m benchmarks.gpu --small --output /tmp/small.json        (a few small cases, on the CPU)
 
-Each case's prediction is in the file before the case runs. A case that fails is recorded with its error, and the next
-one runs. Beyond `--minutes` no further case is begun.
+Each case has a process of its own. `--together` of them predict at a time; then they run their steps one after the
+other, so that each has the card to itself. A case's prediction is in the file before the case runs. A case that fails
+is recorded with its error, and the next one runs. Beyond `--minutes` no further case is begun.
 """
 
 import argparse
 import json
+import multiprocessing
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 from benchmarks.environment import environment
 from benchmarks.gpu.cases import Case, all_cases, small_cases
-from benchmarks.gpu.measuring import Prediction, describe_device, measure, predict
+from benchmarks.gpu.measuring import describe_device, run
 
 from tightfit.devices.present import lookup
+
+PROCESS: Any = multiprocessing.get_context("spawn").Process
 
 
 class Results:
@@ -43,31 +46,32 @@ class Results:
         self.path.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
 
 
-def run(case: Case, device: torch.device, results: Results) -> dict[str, Any]:
-    """One case, from its prediction to its figures or its error."""
-    row = results.add(case)
-    try:
-        prediction = predict(case, device.type)
-        row["predicted"] = as_figures(prediction)
-        results.write()  # before anything runs
-        row["measured"] = measure(case, prediction.plan, device)
-    except Exception as error:
-        row["error"] = "".join(traceback.format_exception_only(error)).strip()
-    results.write()
-    return row
+class Running:
+    """A case in a process of its own."""
 
+    def __init__(self, case: Case, device: str, results: Results):
+        self.row, self._results = results.add(case), results
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = PROCESS(target=run, args=(case, device, theirs))
+        self._process.start()
+        theirs.close()  # here: what the process does not say before it ends is the end of the pipe
 
-def as_figures(prediction: Prediction) -> dict[str, Any]:
-    figures = {
-        "peak_bytes": prediction.peak_bytes,
-        "reserved_bytes": prediction.reserved_bytes,
-        "step_seconds": prediction.step_seconds,
-        "planning_seconds": prediction.planning_seconds,
-        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    if prediction.plan is not None:
-        figures["budget_bytes"] = prediction.plan.budget_bytes
-    return figures
+    def predicted(self) -> None:
+        self._hear()
+
+    def measured(self) -> None:
+        if "error" not in self.row:
+            self._pipe.send("now")
+            self._hear()
+        self._process.join()
+
+    def _hear(self) -> None:
+        try:
+            self.row |= self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            self.row["error"] = f"the process ended with exit code {self._process.exitcode}"
+        self._results.write()
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -125,19 +129,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a few small cases, on the CPU")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--minutes", type=float, default=8.5, help="default: 8.5")
+    parser.add_argument("--together", type=int, default=1, help="cases that are predicted at a time (default: 1)")
     options = parser.parse_args(arguments)
     if not options.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --small runs a few cases on the CPU")
-    device = torch.device("cpu" if options.small else "cuda")
+    device = "cpu" if options.small else "cuda"
     cases = [case for case in (small_cases() if options.small else all_cases()) if options.only in case.name]
     began = time.monotonic()
     results = Results(options.output, describe_device(lookup(device, print)))
-    for number, case in enumerate(cases, 1):
+    for first in range(0, len(cases), options.together):
         if time.monotonic() - began > 60 * options.minutes:
-            results.content["not_begun"] = [case.name for case in cases[number - 1 :]]
+            results.content["not_begun"] = [case.name for case in cases[first:]]
             results.write()
             break
-        print(f"{number}/{len(cases)} {line(run(case, device, results))}", flush=True)
+        running = [Running(case, device, results) for case in cases[first : first + options.together]]
+        for each in running:
+            each.predicted()
+        for number, each in enumerate(running, first + 1):
+            each.measured()
+            print(f"{number}/{len(cases)} {line(each.row)}", flush=True)
     print(json.dumps(results.content["summary"]["errors"], indent=1))
     return 0
 

@@ -3,9 +3,11 @@
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -54,6 +56,30 @@ def predict(case: Case, device: str) -> Prediction:
         step_figures = made.planned
     took = time.perf_counter() - began
     return Prediction(step_figures.peak_bytes, step_figures.reserved_bytes, step_figures.step_seconds, took, made)
+
+
+def run(case: Case, device: str, parent: Connection) -> None:
+    """In a process of the case: say what is predicted, wait for the word, say what is measured. Errors are said too."""
+    try:
+        prediction = predict(case, device)
+        parent.send({"predicted": as_figures(prediction)})
+        parent.recv()
+        parent.send({"measured": measure(case, prediction.plan, torch.device(device))})
+    except Exception as error:
+        parent.send({"error": "".join(traceback.format_exception_only(error)).strip()})
+
+
+def as_figures(prediction: Prediction) -> dict[str, Any]:
+    figures = {
+        "peak_bytes": prediction.peak_bytes,
+        "reserved_bytes": prediction.reserved_bytes,
+        "step_seconds": prediction.step_seconds,
+        "planning_seconds": prediction.planning_seconds,
+        "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    if prediction.plan is not None:
+        figures["budget_bytes"] = prediction.plan.budget_bytes
+    return figures
 
 
 def measure(case: Case, made: Plan | None, device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Tests on a null card: PyTorch's CUDA build on a runtime that computes nothing (`make test-card`)."""
+"""Tests of CUDA's path, on a null card: PyTorch's CUDA build on a runtime that computes nothing (`make test-card`).
+
+Some run on a real card too (`make test-real-card`).
+"""
 
 import importlib
 import os
@@ -6,20 +9,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 for folder in ("integrations", "levers", "training"):  # their cases run here too
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 for cases in ("trap_state", "trap_memory", "trap_modules"):
     importlib.import_module(cases)  # registers its blocks
 
-FIGURES = dict(item.split("=") for item in os.environ["TIGHTFIT_NULLCARD"].split(";"))
-LATE = FIGURES["late"] != "0"
+NULL_CARD = os.environ.get("TIGHTFIT_NULLCARD")  # its figures
+LATE = NULL_CARD is not None and dict(item.split("=") for item in NULL_CARD.split(";"))["late"] != "0"
 
 
 @pytest.fixture(scope="module")
 def values():
-    """True values in every thread while the tests of one file run: others measure operators as they are."""
+    """True values in every thread while the tests of one file run: others measure operators as they are.
+
+    A real card computes: there operators are to be repeatable.
+    """
+    if NULL_CARD is None:
+        torch.use_deterministic_algorithms(True)
+        yield None
+        torch.use_deterministic_algorithms(False)
+        return
     from tightfit.devices.nullcard.values import true_values
 
     with true_values(late=LATE) as found:
         yield found
+
+
+@pytest.fixture
+def null_card():
+    """For a test whose subject is the null card itself."""
+    if NULL_CARD is None:
+        pytest.skip("of the null card itself")

@@ -45,6 +45,7 @@ def test_most_traps_are_traps_for_cards_too():
     assert len(ON_CARDS) >= 90
 
 
+@pytest.mark.usefixtures("null_card")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_null_card_cannot_run_is_refused_by_the_library_that_is_asked(name):
     with pytest.raises(RuntimeError, match=REFUSED[name]):

@@ -1,0 +1,207 @@
+"""Time against peak on the GPU: plain, what others do, and our plans at the peaks of others, on one model in one run.
+
+python -m benchmarks.gpu.equal_memory --output benchmarks/results/gpu_equal_memory.json
+python -m benchmarks.gpu.equal_memory --small --output /tmp/small.json        (on the CPU)
+
+Ways take turns in rounds: each warms up, then its steps are timed. A ratio is the median of the ratios to PyTorch's
+checkpoint of every block within one round. Peaks are the allocator's own. A way that fails is kept with its reason.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.environment import environment
+from benchmarks.gpu.cases import MODELS
+from benchmarks.gpu.measuring import fresh_device
+from benchmarks.peer_trainings import PEERS, REFERENCE, blocks
+from torch import nn
+
+from tightfit import TokenBatch, plan, recompute
+from tightfit.devices.present import lookup
+from tightfit.errors import CannotFit
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.memory.allocator import measured_peak
+from tightfit.optim.by_name import build_optimizer
+from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.step import StepSettings, forward_backward, model_loss, update
+from tightfit.tracing.build import build_dry
+from tightfit.training.measure import resident_tensors
+
+SIZES = {"MM26": (32, 512), "MM104": (32, 512), "1B": (4, 4096), "8B-width": (1, 8192)}
+SMALL = {"tiny": (4, 96)}
+OTHERS = tuple(name for name in PEERS if "checkpoint" in name and "'" not in name)
+AT = (REFERENCE, "torch.utils.checkpoint, every 2nd block", "selective checkpoint, every 2nd product kept")
+SHARES = ("0.5x", "0.25x")  # of the plain peak
+LEVERS = ("exact", "rounding")
+ROUNDS, WARM_UP, TIMED = 3, 1, 2
+
+
+@contextmanager
+def by(peer: str, model: nn.Module) -> Iterator[None]:
+    """A model with a peer's checkpoints for a while."""
+    PEERS[peer].apply(model)
+    try:
+        yield
+    finally:
+        for block in blocks(model):
+            with suppress(AttributeError):  # of blocks that the peer left alone
+                del block.forward
+
+
+@contextmanager
+def offloading(model: nn.Module) -> Iterator[None]:
+    """PyTorch's own way to hold activations on the host."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        yield
+
+
+class Steps:
+    """Real training steps of one model."""
+
+    def __init__(self, name: str, size: int, length: int, device: torch.device):
+        self.name, self.device = name, device
+        self.shape = TokenBatch(size, length, MODELS[name].vocabulary)
+        torch.manual_seed(0)
+        with device:
+            self.model = MODELS[name].build()
+        self.batch = {key: tensor.to(device) for key, tensor in self.shape.tensors().items()}
+        self.optimizer = build_optimizer("adamw", self.model.parameters())
+
+    def run(self, micro_batches: int) -> float:
+        """Seconds until the device has finished."""
+        began = time.perf_counter()
+        parts = as_parts(split_batch(self.batch, micro_batches), model_loss)
+        forward_backward(self.model, parts, model_loss, "bf16")
+        update(self.model, self.optimizer, StepSettings("bf16"))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
+
+    def peak(self, micro_batches: int) -> int:
+        resident = resident_tensors(self.model, self.optimizer, self.batch)
+        return measured_peak(lambda: self.run(micro_batches), resident)
+
+
+class Way:
+    """One way to run the step: what it applies, and what was measured of it."""
+
+    def __init__(self, applied: Callable[[], Any], micro_batches: int = 1, **figures: Any):
+        self.applied, self.micro_batches, self.figures = applied, micro_batches, figures
+        self.rounds: list[float] = []
+
+    def measure_peak(self, steps: Steps) -> None:
+        try:
+            with self.applied():
+                for _ in range(WARM_UP):
+                    steps.run(self.micro_batches)
+                self.figures["peak_bytes"] = steps.peak(self.micro_batches)
+        except Exception as error:
+            self.figures["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        steps.optimizer.zero_grad()
+        fresh_device(steps.device)
+
+    def take_a_turn(self, steps: Steps) -> None:
+        with self.applied():
+            for _ in range(WARM_UP):
+                steps.run(self.micro_batches)
+            self.rounds.append(statistics.median(steps.run(self.micro_batches) for _ in range(TIMED)))
+
+
+def compare(name: str, size: int, length: int, device: torch.device, *, rounds: int) -> dict[str, Any]:
+    """One model: the peaks of all ways, the plans at the peaks of others, and then everybody's seconds in turns."""
+    steps = Steps(name, size, length, device)
+    model = steps.model
+    ways: dict[str, Way] = {"plain": Way(nullcontext)}
+    ways |= {peer: Way(partial(by, peer, model)) for peer in OTHERS}
+    ways["recompute, every block"] = Way(lambda: recompute(model, "layers.*"))
+    if size * length < 1 << 14 or name.startswith("MM"):  # larger ones take all of a host's memory
+        ways["save_on_cpu"] = Way(partial(offloading, model))
+    steps.run(1)
+    for way in ways.values():
+        way.measure_peak(steps)
+    budgets = {f"at the peak of {peer}": ways[peer].figures.get("peak_bytes") for peer in AT}
+    dry = build_dry(MODELS[name].build)
+    planned = [(f"plan {levers} {where}", levers, peak + UNSEEN_BYTES) for where, peak in budgets.items() if peak
+               for levers in LEVERS]  # fmt: skip
+    planned += [(f"plan {levers} at {share}", levers, share) for share in SHARES for levers in LEVERS]
+    for title, levers, budget in planned:
+        ways[title] = planned_way(model, dry, steps.shape, levers, budget, device)
+        if "error" not in ways[title].figures:
+            ways[title].measure_peak(steps)
+    running = {title: way for title, way in ways.items() if "error" not in way.figures}
+    for _ in range(rounds):
+        for way in running.values():
+            way.take_a_turn(steps)
+    for way in running.values():
+        way.figures["step_seconds"] = statistics.median(way.rounds)
+        for against, base in (("checkpoint", running[REFERENCE].rounds), ("plain", running["plain"].rounds)):
+            pairs = zip(base, way.rounds, strict=True)
+            way.figures[f"times_as_fast_as_{against}"] = statistics.median(b / own for b, own in pairs)
+    for title, way in ways.items():
+        print(line(title, way.figures), flush=True)
+    return {"model": name, "size": size, "length": length, "ways": {title: way.figures for title, way in ways.items()}}
+
+
+def planned_way(model: nn.Module, dry: nn.Module, shape: TokenBatch, levers: str, budget: Any, device: Any) -> Way:
+    began = time.perf_counter()
+    try:
+        made = plan(dry, shape, budget, levers=levers, precision="bf16", device=device.type)
+    except CannotFit as error:
+        return Way(nullcontext, error=str(error).splitlines()[0])
+    return Way(
+        lambda: made.apply(model),
+        made.micro_batches,
+        budget_bytes=made.budget_bytes,
+        predicted_bytes=made.peak_bytes,
+        predicted_seconds=made.step_seconds,
+        planning_seconds=time.perf_counter() - began,
+    )
+
+
+def line(title: str, figures: dict[str, Any]) -> str:
+    """For the terminal."""
+    if "error" in figures:
+        return f"  {title}: {figures['error']}"
+    words = f"{figures['peak_bytes']:,} bytes, {figures['step_seconds'] * 1e3:.1f} ms"
+    if "predicted_bytes" in figures:
+        words += (
+            f" (predicted {figures['predicted_bytes'] / figures['peak_bytes'] - 1:+.3%}, "
+            f"{figures['predicted_seconds'] / figures['step_seconds'] - 1:+.1%})"
+        )
+    against = (
+        f"{figures['times_as_fast_as_checkpoint']:.3f}x checkpoint, {figures['times_as_fast_as_plain']:.3f}x plain"
+    )
+    return f"  {title}: {words}, {against}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--small", action="store_true", help="a tiny model, on the CPU")
+    parser.add_argument("--only", default="", help="models whose name holds this text")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args(arguments)
+    if not options.small and not torch.cuda.is_available():
+        parser.error("there is no CUDA device: --small runs it on the CPU")
+    device = torch.device("cpu" if options.small else "cuda")
+    lookup(device, print)
+    content: dict[str, Any] = {"environment": environment(), "results": []}
+    for name, (size, length) in (SMALL if options.small else SIZES).items():
+        if options.only in name:
+            print(f"{name}, {size} x {length}", flush=True)
+            fresh_device(device)
+            content["results"].append(compare(name, size, length, device, rounds=options.rounds))
+            options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
