@@ -133,6 +133,8 @@ gradients |
 inexact |
 | `muon` | Muon on parameters of two dimensions, AdamW on the rest | another optimizer |
 | `adafactor`, `adam`, `sgd` | PyTorch's | other optimizers |
+| `module:Class` | any subclass of `torch.optim.Optimizer`, as `torch.optim:RAdam`, \
+`bitsandbytes.optim:Lion8bit`, or one of your own | as it is |
 
 `adamw_bf16` and `adamw_bf16_stochastic` are for models with bf16 weights (`model.to(torch.bfloat16)`). For a model
 without bf16 weights they would be plain AdamW, and are refused by name.
@@ -142,6 +144,14 @@ bits, 2 of states, and scales of 8 bytes for each 64 parameters. Without the gra
 It follows FlashOptim (arXiv:2602.23349) with other codes: the square root of the first moment and the fourth root of
 the second one, which lose less where sizes differ within a group. No second moment becomes zero, and scales are fp32.
 `notes/exactness.md` has the errors of both. An infinite or undefined gradient spoils its group of 64.
+
+A class is imported from what is installed or from the working folder, and its own step is run dry. Its arguments stand
+beside it: `--optimizer torch.optim:NAdam --optimizer-args "lr=0.01,betas=(0.8,0.9)"`, or
+`training.optimizer: {{class: torch.optim:NAdam, lr: 0.01, betas: [0.8, 0.9]}}`, or
+`optimizer="torch.optim:NAdam(lr=0.01)"`.
+In a configuration the schedule gives its learning rate. What it does not name has the class's own default, except
+`weight_decay`. An optimizer that wants a closure (LBFGS, SAM) is refused in a line. States of bitsandbytes' paged
+optimizers are counted as memory of the card, which they leave only under pressure.
 
 ## Bytes per parameter
 

@@ -91,3 +91,9 @@ def test_the_command_speaks_the_protocol_over_stdin_and_stdout():
     wrong, text = ask("doctor", of=command, log=LOG)
     assert not wrong, text
     assert "2.00 GiB were requested" in text
+
+
+def test_an_optimizer_is_a_name_and_no_code_to_import():
+    wrong, text = ask("estimate", model="cpu8", device="rtx3060-12", seq_len=32, optimizer="torch.optim:RAdam")
+    assert wrong
+    assert "is not known here" in text

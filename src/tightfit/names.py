@@ -2,9 +2,13 @@
 exclusions between settings; and the files of a run.
 """
 
+import ast
 import difflib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from tightfit.errors import InputError
 
@@ -42,6 +46,11 @@ class OptimizerFacts:
     steps_parts: bool = True  # of a matrix; false: an update of a part needs the rest
     steps_shards: bool = False  # of FSDP2
     foreign: tuple[str, ...] = ()  # its names in other trainers
+
+    @property
+    def home(self) -> str:
+        """The module of its class."""
+        return self.made.rpartition(".")[0]
 
     @property
     def package(self) -> str | None:
@@ -109,10 +118,46 @@ FOREIGN = {foreign: name for name, facts in OPTIMIZERS.items() for foreign in fa
 
 
 class OptimizerName(NamedTuple):
-    """A kind of optimizer, and the share of its states on the host, where the name has one."""
+    """A kind of optimizer: a name of `OPTIMIZERS`, or the class `module:Class` with the arguments for it. `fraction` is
+    the share of its states on the host, where the name has one.
+    """
 
     kind: str
     fraction: float | None = None
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """What is known of it. A class of somebody else is taken for one that needs whole matrices and all gradients,
+        and its states, which a dry run counts, for none.
+        """
+        if self.kind in OPTIMIZERS:
+            return OPTIMIZERS[self.kind]
+        module, _, name = self.kind.partition(":")
+        return OptimizerFacts(
+            summary=f"{name} of {module}",
+            words=name,
+            made=f"{module}.{name}",
+            settings=_as_code(self.arguments),
+            takes=("lr",),
+            state_bytes=(0.0, 0.0),
+            changes=None,
+            rounds=True,
+            steps_in_backward=False,
+            steps_parts=False,
+        )
+
+
+_CLASS = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
+
+
+def optimizer_class(name: str, arguments: Mapping[str, Any]) -> str:
+    """The text of a class with its arguments: `torch.optim:RAdam(lr=0.1)`, which `parse_optimizer` reads."""
+    return f"{name}({_as_code(arguments)})" if arguments else name
+
+
+def _as_code(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 def optimizer_in_words(name: str, step_in_backward: bool) -> str:
@@ -120,12 +165,21 @@ def optimizer_in_words(name: str, step_in_backward: bool) -> str:
     return f"{name}, step in backward" if step_in_backward else name
 
 
+def facts_of(text: str) -> OptimizerFacts:
+    """What is known of the optimizer of this name. Raises `ValueError` with one clear line."""
+    return parse_optimizer(text).facts
+
+
 def parse_optimizer(text: str) -> OptimizerName:
-    """Parse a name such as `adamw` or `offloaded_adamw:0.5`. Raises `ValueError` with one clear line."""
+    """Parse a name such as `adamw`, `offloaded_adamw:0.5`, `torch.optim:RAdam` or `torch.optim:RAdam(lr=0.1)`. Nothing
+    is imported. Raises `ValueError` with one clear line.
+    """
     kind, colon, share = text.partition(":")
     if kind not in OPTIMIZERS:
+        if (of_class := _CLASS.fullmatch(text)) is not None:
+            return OptimizerName(f"{of_class[1]}:{of_class[2]}", arguments=_arguments_of(text, of_class[3]))
         near = difflib.get_close_matches(kind, OPTIMIZERS, n=1)
-        hint = f": did you mean {near[0]!r}?" if near else f": choose one of {', '.join(OPTIMIZERS)}"
+        hint = f": did you mean {near[0]!r}?" if near else f": choose one of {', '.join(OPTIMIZERS)}, or module:Class"
         raise ValueError(f"optimizer {text!r} is not known{hint}")
     if not colon:
         return OptimizerName(kind)
@@ -138,6 +192,21 @@ def parse_optimizer(text: str) -> OptimizerName:
     if not 0 <= fraction <= 1:
         raise ValueError(f"optimizer {text!r}: the share of the states on the host goes from 0 to 1")
     return OptimizerName(kind, fraction)
+
+
+def _arguments_of(text: str, call: str | None) -> dict[str, Any]:
+    """The arguments in brackets, which are literals of Python. Raises `ValueError`."""
+    try:
+        tree = ast.parse(f"_{call or '()'}", mode="eval").body
+        assert isinstance(tree, ast.Call), "a name with brackets behind it"
+        if tree.args or any(each.arg is None for each in tree.keywords):
+            raise ValueError
+        return {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
+    except (ValueError, SyntaxError, AssertionError):
+        raise ValueError(
+            f"optimizer {text!r}: the arguments in brackets are no key=value of numbers, texts and tuples: write "
+            "them as in torch.optim:RAdam(lr=0.001, betas=(0.9, 0.99))"
+        ) from None
 
 
 # Settings of CUDA's allocator.
@@ -174,7 +243,7 @@ def parse_allocator(text: str) -> str:
     """
     if text in SETTINGS:
         return SETTINGS[text]
-    for part in _parts(text):
+    for part in parts_between_commas(text):
         key, colon, value = (word.strip() for word in part.partition(":"))
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, n=1)
@@ -182,14 +251,14 @@ def parse_allocator(text: str) -> str:
             raise ValueError(f"allocator {text!r}: {key!r} is no setting of CUDA's allocator: {hint}")
         if not colon or not value:
             raise ValueError(f"allocator {text!r}: {key!r} has no value: write {key}:VALUE")
-    return ",".join(part.strip() for part in _parts(text))
+    return ",".join(part.strip() for part in parts_between_commas(text))
 
 
-def _parts(text: str) -> list[str]:
+def parts_between_commas(text: str) -> list[str]:
     """The settings between the commas; those within brackets belong to one value."""
     parts, depth = [""], 0
     for letter in text:
-        depth += (letter == "[") - (letter == "]")
+        depth += (letter in "[(") - (letter in "])")
         if letter == "," and depth == 0:
             parts.append("")
         else:

@@ -128,6 +128,7 @@ def test_a_yaml_fills_the_fields_and_what_it_names_on_disk_is_not_read():
         ({"device": "cpu"}, "is no card that this page knows"),
         ({"device": ["h200"]}, "device is no text"),
         ({"optimizer": "adamv"}, "did you mean"),
+        ({"optimizer": "torch.optim:RAdam"}, "is no name of the list"),
         ({"precision": "int3"}, "precision 'int3' is not known"),
         ({"rank": 10**6}, "rank 1000000 is not from 0"),
         ({"budget": "lots"}, "lots"),

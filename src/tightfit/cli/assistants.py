@@ -18,6 +18,7 @@ import typer
 
 from tightfit.cli.ending import ends_in_order
 from tightfit.errors import InputError, TightfitError
+from tightfit.names import OPTIMIZERS
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -143,6 +144,10 @@ class Tools:
         from tightfit.cli.explorer.limits import check_tokens
 
         check_tokens(seq_len, batch_size)
+        optimizer = options.get("optimizer")
+        # An assistant names no code that this machine imports.
+        if optimizer is not None and optimizer.partition(":")[0] not in OPTIMIZERS:
+            raise InputError(f"optimizer {optimizer!r} is not known here: choose one of {', '.join(OPTIMIZERS)}")
         name, files = _model(model)
         given = {"device": device, "seq-len": seq_len, "batch-size": batch_size, **options}
         asked = [f"--{option}={value}" for option, value in given.items() if value is not None]

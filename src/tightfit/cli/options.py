@@ -69,7 +69,16 @@ Optimizer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)} (else adamw); offloaded_adamw:0.5 for half of the states.",
+        help=f"{', '.join(OPTIMIZERS)} (else adamw); offloaded_adamw:0.5 for half of the states; module:Class for any "
+        "other one.",
+        rich_help_panel=THE_STEP,
+    ),
+]
+OptimizerArgs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY=VALUE,...",
+        help="Arguments of the class that --optimizer names: lr=0.001,betas=(0.9,0.99).",
         rich_help_panel=THE_STEP,
     ),
 ]
@@ -305,6 +314,7 @@ OF_A_STEP: dict[str, Any] = {
     "seq_len": SeqLen,
     "precision": Precision,
     "optimizer": Optimizer,
+    "optimizer_args": OptimizerArgs,
     "step_in_backward": StepInBackward,
     "micro_batches": MicroBatches,
     "grad_clip": GradClip,

@@ -1,11 +1,13 @@
 """The question of a command line, as it was written, and what that means to a configuration. No torch here."""
 
+import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from tightfit.cli.adapter import BASES, DEFAULT, adapter_setting, base_of
 from tightfit.errors import InputError
+from tightfit.names import OPTIMIZERS, optimizer_class, parse_optimizer, parts_between_commas
 from tightfit.ranks.world import world_of
 from tightfit.units import check_budget
 
@@ -32,6 +34,37 @@ KEYS = {
 }
 
 
+def _with_arguments(optimizer: str | None, text: str) -> str:
+    """`--optimizer` and `--optimizer-args` as one text. Raises `InputError`."""
+    if optimizer is None:
+        raise InputError(f"--optimizer-args {text} is for an optimizer's class: give --optimizer module:Class too")
+    try:
+        named = parse_optimizer(optimizer)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if named.kind in OPTIMIZERS:
+        raise InputError(
+            f"--optimizer {optimizer} takes no --optimizer-args: name its class instead, such as "
+            f"--optimizer {':'.join(named.facts.made.rsplit('.', 1))}"
+        )
+    arguments = dict(named.arguments)
+    for item in parts_between_commas(text):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key.isidentifier() or not value:
+            raise InputError(f"--optimizer-args {text!r}: {item!r} is no key=value: write lr=0.001,betas=(0.9,0.99)")
+        arguments[key] = _literal(value)
+    return optimizer_class(named.kind, arguments)
+
+
+def _literal(text: str) -> Any:
+    """A value as Python or YAML writes it; else the text itself."""
+    named = {"true": True, "false": False, "null": None}
+    try:
+        return named[text] if text in named else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 @dataclass(frozen=True)
 class Question:
     """A CONFIG with overrides, or `--model`, and the options. None is what was not given."""
@@ -43,6 +76,7 @@ class Question:
     seq_len: int | None = None
     precision: str | None = None
     optimizer: str | None = None
+    optimizer_args: str | None = None
     dtype: str | None = None
     adapter: str | None = None
     base: str | None = None
@@ -71,6 +105,8 @@ class Question:
         if question.config is not None and question.model is not None:
             raise InputError(f"{question.config!r} and --model are both given: ask about one of them")
         question.check_weights()
+        if question.optimizer_args is not None:
+            question = replace(question, optimizer=_with_arguments(question.optimizer, question.optimizer_args))
         if question.budget is not None:
             check_budget(question.budget)
         world_of(question.world_size, question.nodes, question.parallel)

@@ -14,6 +14,7 @@ from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW,
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.optim.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
+from tightfit.optim.of_class import optimizer_of_class
 from tightfit.runtime.internals import fused_kernel_devices
 from tightfit.runtime.nested import tensors_in
 
@@ -47,7 +48,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the trained parameters.
 
-    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, ...: see `optimizer_names`), a callable that takes
+    `kind` is a name (`adamw`, `muon`, `offloaded_adamw:0.5`, `torch.optim:RAdam(lr=0.001)`, ...), a callable that takes
     parameters, or an optimizer. Of an optimizer, the class and the settings of each group are copied, but not the
     state. Raises `InputError` for an unknown name, a missing package or unsuitable weights, and `DeviceError` if the
     optimizer cannot run on the parameters' device.
@@ -66,12 +67,14 @@ def optimizer_by_name(name: str, groups: Iterable[Any], settings: Mapping[str, A
 
     Raises the same errors as `build_optimizer`.
     """
-    kind, fraction = _parsed(name)
-    facts = OPTIMIZERS[kind]
+    parsed = parsed_name(name)
+    kind, facts = parsed.kind, parsed.facts
     options = {key: value for key, value in settings.items() if key in facts.takes}
-    if fraction is not None:
-        options["fraction"] = fraction
     groups = list(groups)
+    if kind not in OPTIMIZERS:
+        return optimizer_of_class(kind, groups, {**options, **parsed.arguments})
+    if parsed.fraction is not None:
+        options["fraction"] = parsed.fraction
     if facts.needs_bf16:
         _demand_bf16(kind, groups)
     return _KINDS[kind](groups, **options)
@@ -88,7 +91,8 @@ def _demand_bf16(kind: str, groups: list[Any]) -> None:
         )
 
 
-def _parsed(name: str) -> OptimizerName:
+def parsed_name(name: str) -> OptimizerName:
+    """What an optimizer's name says. Raises `InputError`."""
     try:
         return parse_optimizer(name)
     except ValueError as error:

@@ -9,7 +9,8 @@ from torch import nn
 
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import InputError
-from tightfit.names import OPTIMIZERS, STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
+from tightfit.names import STEP_IN_BACKWARD_AND_CLIPPING, STEP_IN_BACKWARD_AND_SCALER
+from tightfit.optim.by_name import parsed_name
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.levers import ChunkedLoss, MicroBatches, Offload, Recompute, allowed_levers, lever_types
 from tightfit.ranks.world import IN_WORDS, World
@@ -105,7 +106,7 @@ def check_world(world: World | None, optimizer: Any, in_backward: bool, micro_ba
             f"micro_batches is {micro_batches}, and DDP's static_graph fails with no_sync, an assertion of PyTorch: "
             "leave static_graph out, or add up gradients in every micro-batch (ddp's no_sync: False)"
         )
-    facts = OPTIMIZERS.get(optimizer.partition(":")[0]) if isinstance(optimizer, str) else None
+    facts = parsed_name(optimizer).facts if isinstance(optimizer, str) else None
     if world.parallel == "tp" and facts is not None and not facts.steps_parts:
         raise InputError(
             f"optimizer {optimizer} reads whole matrices, and parallel='tp' gives each rank a part: take adamw, or "

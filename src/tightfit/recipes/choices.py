@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from tightfit.devices.spec import DeviceSpec
-from tightfit.names import OFFLOADED, OPTIMIZERS, parse_optimizer
+from tightfit.names import OFFLOADED, OPTIMIZERS, facts_of, parse_optimizer
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.world import World
 from tightfit.recipes.records import FEW_BITS, Autocast, Dtype, Recipe
@@ -57,8 +57,7 @@ def not_installed(device: DeviceSpec, wanted: Wanted, *, may_adapt: bool, clips:
 def needed_packages(recipe: Recipe) -> tuple[str, ...]:
     """The packages that a recipe needs beside those that tightfit always brings."""
     base = None if recipe.adapter is None else recipe.adapter.base
-    kind = parse_optimizer(recipe.optimizer).kind
-    needed = [*([] if base is None else ["peft", PACKAGES.get(base)]), OPTIMIZERS[kind].package]
+    needed = [*([] if base is None else ["peft", PACKAGES.get(base)]), facts_of(recipe.optimizer).package]
     return tuple(package for package in dict.fromkeys(needed) if package is not None)
 
 
@@ -107,7 +106,7 @@ def _full(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
 def _with_optimizers(recipe: Recipe, device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
     names = [name for name, facts in OPTIMIZERS.items() if recipe.dtype in facts.tried]
     for name in names if wanted.optimizer is None else (wanted.optimizer,):
-        facts = OPTIMIZERS[parse_optimizer(name).kind]
+        facts = facts_of(name)
         if wanted.optimizer is None and device.kind == "cpu" and not facts.tried_on_cpu:
             continue
         each = replace(recipe, optimizer=name)
@@ -131,12 +130,12 @@ def adapter_recipes(device: DeviceSpec, wanted: Wanted) -> Iterator[Recipe]:
 
 def least_state_bytes(recipe: Recipe, model: nn.Module) -> int:
     """The least bytes of states that the recipe's optimizer has on the device, by arithmetic."""
-    kind, fraction = parse_optimizer(recipe.optimizer)
-    of_fp32, of_bf16 = OPTIMIZERS[kind].state_bytes
+    optimizer = parse_optimizer(recipe.optimizer)
+    of_fp32, of_bf16 = optimizer.facts.state_bytes
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum((of_bf16 if p.element_size() == 2 else of_fp32) * p.numel() for p in trained)
-    if fraction is not None:
-        count = (1 - fraction) * sum(8.0 * p.numel() for p in trained)
+    if optimizer.fraction is not None:
+        count = (1 - optimizer.fraction) * sum(8.0 * p.numel() for p in trained)
     return int(count)
 
 

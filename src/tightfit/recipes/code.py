@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tightfit.errors import InputError
-from tightfit.names import OPTIMIZERS, parse_optimizer
+from tightfit.names import OPTIMIZERS, facts_of, parse_optimizer
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.recipes.choices import EXTRAS, install_line, needed_packages
 from tightfit.recipes.lines import in_short
@@ -232,13 +232,13 @@ def _script(
     """The parts that all scripts share, around the library's own."""
     recipe = job.recipe
     third, ours = imports[: imports.index("")], imports[imports.index("") + 1 :]
-    facts = OPTIMIZERS[parse_optimizer(recipe.optimizer).kind]
+    facts = facts_of(recipe.optimizer)
     name, settings = facts.made, f", {facts.settings}" if facts.settings else ""
     if name.startswith("tightfit."):
         home, _, name = name.rpartition(".")
         ours.append(f"from {home} import {name}")
     elif facts.package is not None:
-        third.append(f"import {facts.package}")
+        third.append(f"import {facts.home if recipe.optimizer not in OPTIMIZERS else facts.package}")
     third += ["import torch", *(["import peft"] if recipe.adapter is not None else [])]
     if recipe.step_in_backward:
         ours = _with_name(ours, "step_in_backward")

@@ -1,17 +1,19 @@
 """A change of a training as lines to copy: Python, YAML, and options of the command line."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.names import OPTIMIZERS, parse_optimizer
+from tightfit.names import parse_optimizer
 from tightfit.planner.levers import CLASSES, allowed_levers, lever_types
 from tightfit.ranks.world import World
 from tightfit.recipes.records import Recipe
 from tightfit.training.config.schema import AdapterConfig
 
+_BRACKETS = re.compile(r"[(),\[\]{}]")  # which a text in YAML's flow style cannot have without quotes
 FOLDER = "FOLDER"  # stands for the folder of a model
 
 
@@ -65,9 +67,9 @@ def remakes_optimizer(before: Recipe, after: Recipe) -> bool:
 
 def optimizer_statements(recipe: Recipe) -> list[str]:
     """Statements that import and make a recipe's optimizer."""
-    kind, fraction = parse_optimizer(recipe.optimizer)
-    facts = OPTIMIZERS[kind]
-    home, _, name = facts.made.rpartition(".")
+    parsed = parse_optimizer(recipe.optimizer)
+    facts, fraction = parsed.facts, parsed.fraction
+    home, name = facts.home, facts.made.removeprefix(f"{facts.home}.")
     ours = home == "tightfit.optim"
     settings = [facts.settings] if facts.settings else [f"fraction={fraction:g}"] if fraction is not None else []
     made = f"{name if ours else facts.made}({', '.join(['model.parameters()', *settings])})"
@@ -131,7 +133,9 @@ def _flow(value: Any) -> str:
         return f"[{', '.join(map(_flow, value))}]"
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value) if _BRACKETS.search(str(value)) else str(value)
 
 
 def sections_for(before: Recipe, after: Recipe) -> dict[str, dict[str, Any]]:
@@ -164,7 +168,7 @@ def flags_for(before: Recipe, after: Recipe) -> list[str]:
     if after.precision != before.precision:
         flags.append(f"--precision {after.precision}")
     if after.optimizer != before.optimizer:
-        flags.append(f"--optimizer {after.optimizer}")
+        flags.append(f"--optimizer {shlex.quote(after.optimizer)}")
     if after.step_in_backward and not before.step_in_backward:
         flags.append("--step-in-backward")
     return flags

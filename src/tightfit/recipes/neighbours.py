@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tightfit.models.adapters import is_adapted, usual_layers
-from tightfit.names import OFFLOADED, OPTIMIZERS, parse_optimizer
+from tightfit.names import OFFLOADED, OPTIMIZERS, facts_of
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Request
@@ -75,8 +75,7 @@ def frugal_optimizers(request: Request, recipe: Recipe) -> list[Recipe]:
 
 def in_backward(request: Request, recipe: Recipe) -> Recipe | None:
     """The recipe with the step in backward; None where it is already, or needs all gradients at once."""
-    kind = parse_optimizer(recipe.optimizer).kind
-    if kind_of(request.optimizer) is None or not OPTIMIZERS[kind].steps_in_backward:
+    if kind_of(request.optimizer) is None or not facts_of(recipe.optimizer).steps_in_backward:
         return None
     if recipe.step_in_backward or request.settings.grad_clip is not None or request.settings.precision == "fp16":
         return None

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from tightfit.names import OPTIMIZERS, parse_optimizer
+from tightfit.names import facts_of
 from tightfit.recipes.records import LOW_RANK, OTHER, PRODUCTS, WEIGHTS, Outcome, Recipe
 
 # What a change of the result is worth in doublings of a step's time: a recipe that changes less stands first unless it
@@ -26,9 +26,7 @@ PRICE_OF_SLOWNESS = 1e-9  # breaks ties
 
 def cost_of_changes(recipe: Recipe) -> float:
     """The price of a recipe's changes to the result, in doublings of a step's time."""
-    rounded = (
-        recipe.adapter is None and recipe.dtype == "bf16" and OPTIMIZERS[parse_optimizer(recipe.optimizer).kind].rounds
-    )
+    rounded = recipe.adapter is None and recipe.dtype == "bf16" and facts_of(recipe.optimizer).rounds
     return sum(WORTH[change] for change in recipe.changed) + (ROUNDED_UPDATES if rounded else 0.0)
 
 

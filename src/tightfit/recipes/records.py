@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from tightfit.names import OPTIMIZERS, parse_optimizer
+from tightfit.names import facts_of, parse_optimizer
 from tightfit.training.config.schema import AdapterConfig
 from tightfit.units import format_bytes
 
@@ -56,8 +56,9 @@ class Recipe:
             words.append(f"{self.precision} autocast")
         if self.adapter is not None and self.precision == "fp32":
             words.append("no autocast")
-        kind, fraction = parse_optimizer(self.optimizer)
-        words.append(OPTIMIZERS[kind].words if fraction is None else f"AdamW, {fraction:.0%} of states on the host")
+        made = parse_optimizer(self.optimizer)
+        share = made.fraction
+        words.append(made.facts.words if share is None else f"AdamW, {share:.0%} of states on the host")
         if self.step_in_backward:
             words.append("step in backward")
         return ", ".join(words)
@@ -66,7 +67,6 @@ class Recipe:
     def changed(self) -> tuple[str, ...]:
         """The changes of the recipe to the result, compared with AdamW on fp32 weights; empty if nothing."""
         found = []
-        kind = parse_optimizer(self.optimizer).kind
         base = None if self.adapter is None else self.adapter.base
         if self.dtype == "fp32" and self.precision != "fp32" and base in (None, "fp32"):
             found.append(PRODUCTS)
@@ -74,7 +74,7 @@ class Recipe:
             found.append(f"frozen weights in {8 if base == 'int8' else 4} bits")
         elif "bf16" in (base, self.dtype):
             found.append(WEIGHTS)
-        facts = OPTIMIZERS[kind]
+        facts = facts_of(self.optimizer)
         found += [OTHER] if facts.changes is None else filter(None, [facts.changes])
         if facts.master and self.dtype == "bf16":
             found.append(facts.master)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.names import FLASH, OPTIMIZERS, parse_optimizer
+from tightfit.names import FLASH, facts_of
 from tightfit.optim import step_in_backward
 from tightfit.optim.by_name import optimizer_by_name
 from tightfit.training.config.schema import TrainingConfig
@@ -65,7 +65,7 @@ def rounding_note(model: nn.Module, name: str) -> str | None:
         return "weights in bf16: updates are rounded stochastically, so that small ones count on average"
     if effective == FLASH:
         return "weights in bf16: 8 more bits are kept beside them, and small updates count on average"
-    if OPTIMIZERS[parse_optimizer(effective).kind].needs_bf16:
+    if facts_of(effective).needs_bf16:
         return "weights in bf16: the 16 bits that bf16 leaves off are kept beside them, so that small updates count"
     return f"weights in bf16: {name} rounds updates to nearest, which loses small ones; adamw does not"
 

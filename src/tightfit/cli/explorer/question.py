@@ -57,9 +57,11 @@ class PageQuestion:
             if value not in known:
                 raise InputError(f"{name} {value!r} is not known: choose one of {', '.join(known)}")
         try:
-            parse_optimizer(self.optimizer)
+            named = parse_optimizer(self.optimizer)
         except ValueError as error:
             raise InputError(str(error)) from None
+        if named.kind not in OPTIMIZERS:  # the page's visitors name no code that this machine imports
+            raise InputError(f"optimizer {self.optimizer!r} is no name of the list: choose {', '.join(OPTIMIZERS)}")
         if find(self.device) is None:
             raise DeviceError(f"device {self.device!r} is no card that this page knows: choose one of the list")
         if not 0 <= self.rank <= HIGHEST_RANK:

@@ -26,6 +26,7 @@ from tightfit.names import (
     RECOMPUTE_AND_COMPILED_BLOCKS,
     STEP_IN_BACKWARD_AND_CLIPPING,
     STEP_IN_BACKWARD_AND_SCALER,
+    optimizer_class,
     parse_allocator,
     parse_optimizer,
 )
@@ -65,6 +66,20 @@ def _known_allocator(setting: str | None) -> str | None:
 def _known_optimizer(name: str) -> str:
     parse_optimizer(name)
     return name
+
+
+def _as_optimizer(value: Any) -> Any:
+    """A mapping with a class and its arguments as the text that stands for both."""
+    if not isinstance(value, dict):
+        return value
+    arguments = {str(key): each for key, each in value.items() if key != "class"}
+    if not isinstance(value.get("class"), str):
+        raise ValueError("a mapping needs the key class: {class: torch.optim:RAdam, lr: 0.001}")
+    return optimizer_class(value["class"], arguments)
+
+
+# Arguments of an optimizer that are keys of the section `training`.
+_OF_OPTIMIZER = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 
 
 def _as_tuple(value: Any) -> Any:
@@ -220,10 +235,12 @@ class TrainingConfig(Section):
     """Steps in which the learning rate rises from zero."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine decay, stable and then linear decay, or constant."""
-    optimizer: Annotated[str, AfterValidator(_known_optimizer)] = "adamw"
+    optimizer: Annotated[str, BeforeValidator(_as_optimizer), AfterValidator(_known_optimizer)] = "adamw"
     """adamw (on bf16 weights adamw_bf16_stochastic), adamw_fused, adamw8bit, adamw4bit, adamw_bf16,
     adamw_bf16_stochastic, flash_adamw, offloaded_adamw (all of its states on the host, or a share:
-    `offloaded_adamw:0.5`), adam, muon, adafactor or sgd: see optimizers.md."""
+    `offloaded_adamw:0.5`), adam, muon, adafactor or sgd: see optimizers.md. Any other one by its class,
+    `module:Class`, or `{class: module:Class, betas: [0.9, 0.99]}` with arguments; `lr` and `weight_decay` among them
+    are the keys of this section."""
     step_in_backward: bool = False
     """Update each weight as soon as its gradient is computed, and free the gradient; needs `grad_clip: null` and no
     fp16."""
@@ -255,6 +272,23 @@ class TrainingConfig(Section):
     `auto`: `ddp` under torchrun, else one process."""
     rank_timeout: Count = 600
     """Seconds that a process waits for the others before it takes one for lost. Longer than a checkpoint's save."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_rate(cls, raw: Any) -> Any:
+        """An optimizer's arguments that are keys of the section, as these keys: the schedule reads them there."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("optimizer"), str | dict):
+            return raw
+        try:
+            named = parse_optimizer(_as_optimizer(raw["optimizer"]))
+        except ValueError:  # the key's own check says so, with its name
+            return raw
+        own = {key: named.arguments[name] for name, key in _OF_OPTIMIZER.items() if name in named.arguments}
+        for key, value in own.items():
+            if raw.get(key, value) != value:
+                raise ValueError(f"optimizer has {key} {value} and {key} is {raw[key]}: keep one of them")
+        left = {name: value for name, value in named.arguments.items() if name not in _OF_OPTIMIZER}
+        return {**raw, **own, "optimizer": optimizer_class(named.kind, left)} if own else raw
 
     @model_validator(mode="after")
     def _steps_go_together(self) -> Self:
