@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.levers.compiled import compile_blocks
     from tightfit.levers.offload import offload
     from tightfit.levers.recompute import undo
+    from tightfit.levers.stream import stream
     from tightfit.levers.tile import tile
     from tightfit.memory.settings import set_allocator
     from tightfit.models.compress.distilling import DistilResult, distil
@@ -77,6 +78,7 @@ _HOMES: dict[str, str] = {
     "score": "tightfit.models.scoring",
     "score_choices": "tightfit.training.multiple_choice.scoring",
     "set_allocator": "tightfit.memory.settings",
+    "stream": "tightfit.levers.stream",
     "tile": "tightfit.levers.tile",
     "trace": "tightfit.planner.any_code.traced",
     "train": "tightfit.training.api",
@@ -122,6 +124,7 @@ __all__ = [
     "score",
     "score_choices",
     "set_allocator",
+    "stream",
     "tile",
     "trace",
     "train",

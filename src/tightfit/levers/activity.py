@@ -41,6 +41,8 @@ class Players(threading.local):
     # Simulates the copy of a tensor's storage out of the counted memory and back (`HostTransfer` in
     # levers/offload/transfers.py). On CUDA the copy may run in parallel with the computation.
     copy: Callable[[Any, bool], Any] | None = None
+    # Follows which weights of streamed blocks are on the device: `window_of(ring)` (`tracing/streams.py`).
+    weights: Any = None
     # Runs the compiled code of a block with kernels that compute nothing (`tracing/compiled_code.py`).
     compiled: Callable[[Any, float, tuple, dict], Any] | None = None
     # `outside()`, in which blocks are captured, and `run(program, args)` (`tracing/compiled_code.py`). In an observed

@@ -8,6 +8,7 @@ map would count as memory of this process, which offloading is meant to lower.
 
 import ctypes
 import errno
+import mmap
 import os
 import shutil
 import tempfile
@@ -174,6 +175,15 @@ class DiskStore:
             count = os.preadv(self._fd, [target[done:]], extent.start + done)
             assert count > 0, "an extent lies within the file"
             done += count
+
+    def read_soon(self, extent: ByteRange) -> None:
+        """Have the system read the extent's bytes into its file cache, without waiting for them."""
+        if hasattr(os, "posix_fadvise"):  # Linux
+            os.posix_fadvise(self._fd, extent.start, extent.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def mapped(self, extent: ByteRange) -> mmap.mmap:
+        """The extent, which begins at a page, as memory that is the file's own. It outlives this store."""
+        return mmap.mmap(self._fd, extent.nbytes, offset=extent.start)
 
 
 def _bytes_at(address: int, nbytes: int) -> ctypes.Array:

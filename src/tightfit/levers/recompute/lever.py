@@ -10,7 +10,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.expected import Expected
 from tightfit.levers.recompute.policy import Policy
-from tightfit.levers.recompute.region import FrugalForward, RecordedForward, ReentrantForward, forwards_on
+from tightfit.levers.recompute.region import STREAMED, FrugalForward, RecordedForward, ReentrantForward, forwards_on
 from tightfit.levers.recompute.rule import Rule, every_block
 from tightfit.levers.recompute.values import OffloadStore
 from tightfit.names import SEGMENTS_AND_REENTRANT
@@ -68,15 +68,23 @@ def apply_policies(
 def install(forwards: Iterable[FrugalForward]) -> Applied:
     installed = []
     for forward in forwards:
-        if isinstance(forward.previous, FrugalForward):
+        previous = forward.previous
+        if isinstance(previous, FrugalForward) and not goes_with(forward, previous):
             Applied(installed).undo()  # a refused call must not leave half of its levers on the model
             raise LeverError(
-                f"{forward.path} is already {forward.previous.does}: undo that first, by the handle's undo() or, where "
+                f"{forward.path} is already {previous.does}: undo that first, by the handle's undo() or, where "
                 "there is none (a copy of a model), by tightfit.undo(model)"
             )
         forward.install()
         installed.append(forward)
     return Applied(installed)
+
+
+def goes_with(forward: FrugalForward, previous: FrugalForward) -> bool:
+    """True if both levers may be on one block: one of them streams it, and the other one does not prevent that."""
+    return (forward.does == STREAMED) != (previous.does == STREAMED) and (
+        forward.reads_streamed or previous.reads_streamed
+    )
 
 
 def undo(model: nn.Module) -> None:

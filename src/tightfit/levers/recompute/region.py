@@ -29,6 +29,7 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.module_paths import plain_tensors_of
 
+STREAMED = "streamed"
 _numbers = itertools.count()
 _MOST_NOTES = 256  # of one block: ragged batches have many shapes
 
@@ -37,6 +38,13 @@ class FrugalForward:
     """Replaces the `forward` of one module instance. It is copied and pickled with its module."""
 
     does = "recomputed"  # the lever's effect on the block, for error messages
+
+    @property
+    def reads_streamed(self) -> bool:
+        """True if the block may be streamed too: this forward runs the one that it replaces, and reads weights of no
+        other block.
+        """
+        return False
 
     def __init__(self, module: nn.Module, path: str):
         self.path = path
@@ -127,6 +135,10 @@ class RecordedForward(FrugalForward):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "saves": {}}  # a copy notes its own
 
+    @property
+    def reads_streamed(self) -> bool:
+        return self.holds_output  # in a segment, backward of one block computes others again
+
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
@@ -211,6 +223,10 @@ class ReentrantForward(FrugalForward):
     That checkpoint runs the block's Python code twice, and gives gradients only to tensors that the block returns. A
     block for which this changes gradients or buffers is refused by name.
     """
+
+    @property
+    def reads_streamed(self) -> bool:
+        return True
 
     @without_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

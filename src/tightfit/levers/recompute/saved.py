@@ -12,6 +12,7 @@ from tightfit.levers.recompute.values import (
     has_plain_storage,
     is_aliased,
     modified_in_place,
+    present,
     product_of,
 )
 
@@ -54,7 +55,7 @@ def unpack(saved: Promise | Held) -> torch.Tensor:
     if isinstance(saved, Held):
         if saved.tensor._version != saved.version:
             raise modified_in_place(saved.tensor, saved.version)
-        return saved.tensor
+        return present(saved.tensor)
     if not torch.is_grad_enabled():  # as in most backwards: a context for each saved tensor would take microseconds
         return restored(*saved)
     with torch.no_grad():

@@ -23,7 +23,7 @@ from tightfit.runtime.internals import counting_alias, function_switches
 from tightfit.runtime.operators import Traits, flat, instances, map_instances, written_arguments
 
 _ROOT, _PRODUCT, _HELD = "_tightfit_root", "_tightfit_product", "_tightfit_held"
-_EXPOSED, _ALIASED = "_tightfit_exposed", "_tightfit_aliased"
+_EXPOSED, _ALIASED, _STREAMED = "_tightfit_exposed", "_tightfit_aliased", "_tightfit_streamed"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _sequence_numbers = itertools.count()
 
@@ -129,6 +129,7 @@ class Root:
 
     def base(self) -> torch.Tensor:
         """A tensor over the held content. Raises `RuntimeError`, as autograd does, if it was written since."""
+        fetch(self._tensor.untyped_storage())
         if not self.is_current():
             raise modified_in_place(self._tensor, self._version)
         return self._tensor
@@ -423,6 +424,40 @@ def expose(storage: Any) -> None:
 def is_aliased(storage: Any) -> bool:
     """True if a tensor over the storage exists whose writes autograd does not count (`.data`)."""
     return _ALIASED in storage.__dict__
+
+
+class Streamed(Protocol):
+    """Weights that are not always on the device."""
+
+    def needed(self) -> None:
+        """Something reads them in backward."""
+        ...
+
+
+def fetch_by(storage: Any, streamed: Streamed | None) -> None:
+    """Name the weights of a storage that leaves the device and comes back; None: it stays."""
+    if streamed is None:
+        storage.__dict__.pop(_STREAMED, None)
+    else:
+        storage.__dict__[_STREAMED] = weakref.ref(streamed)  # which holds the storage
+
+
+def fetch(storage: Any) -> bool:
+    """Have the bytes of a storage on the device, if it is one of streamed weights. True if it is."""
+    reference = storage.__dict__.get(_STREAMED)
+    streamed = None if reference is None else reference()
+    if streamed is not None:
+        streamed.needed()
+    return streamed is not None
+
+
+def present(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that backward reads now, whose bytes are on the device."""
+    if not has_plain_storage(tensor) or not fetch(tensor.untyped_storage()) or not torch.is_grad_enabled():
+        return tensor
+    # For gradients of gradients, backward makes a graph, which reads the weight when nobody sees it.
+    with torch.no_grad(), offload():
+        return tensor.clone()
 
 
 def alias(storage: Any) -> None:

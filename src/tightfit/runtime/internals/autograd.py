@@ -20,6 +20,16 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def backward_is_running() -> bool:
+    """True if this thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def innermost_saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The saved-tensor hooks that autograd calls now, to save and to load; None if there are none."""
+    return _autograd._top_saved_tensors_default_hooks(False)
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call `call` when the running backward has ended. Only inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -1,0 +1,274 @@
+"""The streamed blocks of a model: where the weights of each are now, and the moves between host and device.
+
+A weight's tensor is the model's own parameter. While its block is on the device, the parameter is over memory there; at
+other times it is over the bytes on the host, so that `state_dict`, copies and writes between steps find true numbers.
+What autograd saves is over the storage on the device. That storage is emptied when the block leaves and filled when it
+comes back, as FSDP2 does with gathered parameters: a saved weight keeps no memory, and is there again in backward.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tightfit.levers.activity import offload, players
+from tightfit.levers.recompute.values import Geometry, fetch_by
+from tightfit.levers.stream.tiers import FileTier, PinnedTier, Tier
+from tightfit.levers.stream.window import Window
+from tightfit.runtime.internals import counting_alias
+
+
+class Place(NamedTuple):
+    """A tensor of a weight, and what its data is on the device and on the host."""
+
+    tensor: torch.Tensor
+    there: torch.Tensor
+    home: torch.Tensor
+
+    def is_as_left(self) -> bool:
+        """True if nobody gave the tensor other memory."""
+        storage = self.tensor.untyped_storage()._cdata
+        return storage in (self.there.untyped_storage()._cdata, self.home.untyped_storage()._cdata)
+
+
+class Weight:
+    """Mutable: one storage of frozen weights. `kept` is its bytes on the host, `storage` its memory on the device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], tier: Tier, device: torch.device):
+        content = tensors[0].untyped_storage()
+        self.nbytes = content.nbytes()
+        self.kept = tier.keep(content)
+        is_ours = tensors[0].device == device and content.resizable()
+        self.storage = content if is_ours else torch.UntypedStorage(self.nbytes, device=device)
+        with torch.no_grad(), offload():
+            if not is_ours:
+                self.storage.copy_(content)
+            flat = self._flat()
+            self.places = [
+                Place(
+                    tensor,
+                    counting_alias(tensor) if is_ours else Geometry.of(tensor).over(flat),
+                    Geometry.of(tensor).over(self.kept.bytes),
+                )
+                for tensor in tensors
+            ]
+            for place in self.places:
+                place.tensor.data = place.there
+        self.read_at = self.version
+
+    @property
+    def version(self) -> int:
+        """How often the tensors were written."""
+        return sum(place.tensor._version for place in self.places)
+
+    @property
+    def is_as_left(self) -> bool:
+        return all(place.is_as_left() for place in self.places)
+
+    def put(self, *, there: bool) -> None:
+        """Let the tensors be over the memory on the device, or over the bytes on the host."""
+        for place in self.places:
+            if place.is_as_left():
+                place.tensor.data = place.there if there else place.home
+
+    def write_back(self) -> None:
+        """Copy the bytes on the device to the host, if somebody wrote into them since they came."""
+        if self.version != self.read_at:
+            with torch.no_grad(), offload():
+                self.kept.bytes.copy_(self._flat())
+
+    def _flat(self) -> torch.Tensor:
+        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return flat.set_(self.storage, 0, (self.nbytes,), (1,))
+
+
+class Block:
+    """Mutable: one block's weights. `weights` is None before they have been moved for the first time."""
+
+    def __init__(self, ring: "Ring", number: int, tensors: Iterable[torch.Tensor]):
+        self._ring = weakref.ref(ring)
+        self.number = number
+        self.tensors = list(tensors)
+        self.weights: list[Weight] | None = None
+        self.arrival: Any = None  # a copy that nothing has waited for
+        self.brought: Any = None  # the last copy
+
+    def groups(self) -> list[list[torch.Tensor]]:
+        """The tensors by storage."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for tensor in self.tensors:
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        return list(found.values())
+
+    @property
+    def is_trained(self) -> bool:
+        """True if somebody has begun to train a weight that was frozen."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    def needed(self) -> None:
+        """Something reads the block's weights in backward."""
+        ring = self._ring()
+        if ring is not None:
+            ring.use(self.number, back=True)
+
+
+class Ring:
+    """Mutable: the streamed blocks of a model, which share the room of `ahead` + 1 blocks on a device.
+
+    On a CPU there is room for one: the blocks ahead are read into the system's file cache.
+    """
+
+    def __init__(self, device: torch.device, ahead: int, folder: str | Path | None):
+        self.device, self.ahead, self.folder = device, ahead, folder
+        self.blocks: dict[int, Block] = {}
+        self.lock = threading.RLock()
+        self.window: Window | None = None
+        self._tier: Tier | None = None
+
+    def add(self, number: int, tensors: Iterable[torch.Tensor]) -> None:
+        """Add a block. Its weights stay where they are until the ring is first used."""
+        self.blocks[number] = Block(self, number, tensors)
+
+    def room(self, *, on_cuda: bool) -> int:
+        return self.ahead + 1 if on_cuda else 1
+
+    def use(self, number: int, *, back: bool, again: bool = False) -> None:
+        """Have a block's weights on the device, for everything computed from here on."""
+        if players.weights is not None:
+            players.weights.window_of(self).use(number, back=back, again=again)
+            return
+        window = self.window
+        if window is not None and window.current == number:
+            return
+        with self.lock:
+            if number in self.blocks:
+                self.settled().use(number, back=back, again=again)
+
+    def enter(self, number: int, *, back: bool, again: bool) -> None:
+        """The forward of a block begins."""
+        if players.weights is None:
+            with self.lock:
+                self._settle_again(number)
+                self.settled().running[number] += 1
+        self.use(number, back=back, again=again)
+
+    def leave(self, number: int) -> None:
+        """The forward of a block has ended."""
+        if players.weights is None and self.window is not None:
+            with self.lock:
+                self.window.running[number] -= 1
+
+    # Moves
+
+    def settled(self) -> Window:
+        """The window, once all weights are on the host and only those of the first blocks on the device."""
+        if self.window is None:
+            room = self.room(on_cuda=self.device.type == "cuda")
+            window = Window(len(self.blocks), room, self.ahead, self)
+            for number, block in self.blocks.items():
+                if block.weights is None:
+                    self._settle(block)
+                if number not in window.here:
+                    self.drop(number)
+            self.window = window
+        return self.window
+
+    @property
+    def tier(self) -> Tier:
+        if self._tier is None:
+            self._tier = PinnedTier(self.device) if self.device.type == "cuda" else FileTier(self.folder)
+        return self._tier
+
+    def _settle(self, block: Block, known: Sequence[Weight] = ()) -> None:
+        weights = list(known)
+        of_known = {id(place.tensor) for weight in known for place in weight.places}
+        for tensors in block.groups():
+            if id(tensors[0]) not in of_known:
+                weight = Weight(tensors, self.tier, self.device)
+                for storage in (weight.storage, weight.kept.bytes.untyped_storage()):
+                    fetch_by(storage, block)
+                weights.append(weight)
+        block.weights = weights
+
+    def _settle_again(self, number: int) -> None:
+        """Take over memory that somebody gave a weight since the last use: it was converted, moved or exchanged."""
+        block = self.blocks.get(number)
+        if self.window is None or block is None or all(weight.is_as_left for weight in block.weights or ()):
+            return
+        self.window.here.discard(number)
+        self.window.current = -1
+        self.drop(number)
+        self._settle(block, [weight for weight in block.weights or () if weight.is_as_left])
+        self.drop(number)
+
+    def bring(self, number: int) -> None:
+        block = self.blocks[number]
+        weights = block.weights or []
+        for weight in weights:
+            weight.read_at = weight.version
+        block.arrival = block.brought = self.tier.bring([(weight.storage, weight.kept) for weight in weights])
+        if block.arrival is None:
+            block.arrival = ()  # it is complete, and the tensors are still over the host's bytes
+
+    def arrive(self, number: int) -> None:
+        block = self.blocks[number]
+        if block.arrival is None:
+            return
+        if any(weight.version != weight.read_at for weight in block.weights or ()):
+            self._wait(block)
+            self.bring(number)  # somebody wrote into the bytes on the host while they were copied
+        self._wait(block)
+        for weight in block.weights or ():
+            weight.put(there=True)
+
+    def _wait(self, block: Block) -> None:
+        if block.arrival:
+            self.tier.arrived(block.arrival)
+        block.arrival = None
+
+    def drop(self, number: int) -> None:
+        block = self.blocks[number]
+        for weight in block.weights or ():
+            if block.arrival is None:
+                weight.write_back()
+            weight.put(there=False)
+        if block.brought:
+            self.tier.leaving(block.brought)
+        block.arrival = block.brought = None
+        for weight in block.weights or ():
+            weight.storage.resize_(0)
+
+    def announce(self, number: int) -> None:
+        self.tier.soon([weight.kept for weight in self.blocks[number].weights or ()])
+
+    def release(self, number: int) -> None:
+        """Have a block's weights on the device for good."""
+        with self.lock:
+            block = self.blocks.get(number)
+            if block is None or self.window is None:
+                self.blocks.pop(number, None)
+                return
+            if number not in self.window.here:
+                self.bring(number)
+            self.arrive(number)
+            for weight in block.weights or ():
+                weight.put(there=True)
+                for storage in (weight.storage, weight.kept.bytes.untyped_storage()):
+                    fetch_by(storage, None)
+            self.window.here.discard(number)
+            self.window.current = -1
+            del self.blocks[number]
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        tensors = {number: block.tensors for number, block in self.blocks.items()}
+        return {"device": self.device, "ahead": self.ahead, "folder": self.folder, "tensors": tensors}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["device"], state["ahead"], state["folder"])
+        for number, tensors in state["tensors"].items():
+            self.add(number, tensors)

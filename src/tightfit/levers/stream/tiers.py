@@ -1,0 +1,139 @@
+"""The places of weights that are not on the device: an unnamed file for a CPU, pinned host memory for a CUDA device."""
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tightfit.errors import LeverError
+from tightfit.levers.activity import offload
+from tightfit.levers.offload.transfers import IN
+from tightfit.memory.disk import ByteRange, DiskStore
+from tightfit.memory.pinned import PinnedStore
+from tightfit.runtime.streams import CudaStreams
+from tightfit.units import format_bytes
+
+
+def in_pages(nbytes: int) -> int:
+    """Bytes of the whole pages that hold `nbytes`."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Tier(Protocol):
+    """Keeps storages on the host, and fills storages of the device from there."""
+
+    def keep(self, content: torch.UntypedStorage) -> Any:
+        """Copy a storage to the host. The result's `bytes` are a flat tensor over the copy."""
+        ...
+
+    def bring(self, targets: Sequence[tuple[torch.UntypedStorage, Any]]) -> Any:
+        """Begin to fill storages, which get their sizes here. Returns what `arrived` takes."""
+        ...
+
+    def arrived(self, arrival: Any) -> None:
+        """Make everything computed from here on wait for these copies."""
+        ...
+
+    def leaving(self, arrival: Any) -> None:
+        """The memory that these copies filled is freed next."""
+        ...
+
+    def soon(self, kept: Sequence[Any]) -> None:
+        """These bytes are needed soon."""
+        ...
+
+
+class InFile:
+    """A storage's bytes in a file, which is mapped: pages that nobody reads take no memory."""
+
+    def __init__(self, extent: ByteRange, bytes_: torch.Tensor):
+        self.extent, self.bytes = extent, bytes_
+
+
+class FileTier:
+    """Weights of a CPU's blocks, in an unnamed file in `folder` (None: the folder for temporary files)."""
+
+    def __init__(self, folder: str | Path | None):
+        self._store = DiskStore(folder)
+
+    def keep(self, content: torch.UntypedStorage) -> InFile:
+        count = content.nbytes()
+        extent = self._store.allocate(in_pages(count))
+        if extent is None:
+            raise LeverError(
+                f"stream: {format_bytes(count)} of weights have no room in {self._store.folder}: free space there, or "
+                "name another folder as tier"
+            )
+        kept = ByteRange(extent.start, count)
+        self._store.write(kept, content.data_ptr())
+        return InFile(kept, torch.frombuffer(self._store.mapped(extent), dtype=torch.uint8)[:count])
+
+    def bring(self, targets: Sequence[tuple[torch.UntypedStorage, Any]]) -> None:
+        for storage, kept in targets:
+            storage.resize_(kept.extent.nbytes)
+            # Not from the map: the pages that are read there would count as memory of this process.
+            self._store.read(kept.extent, storage.data_ptr())
+
+    def arrived(self, arrival: None) -> None:
+        """Does nothing: a read is complete when `bring` returns."""
+
+    def leaving(self, arrival: None) -> None:
+        """Does nothing: no copy is under way."""
+
+    def soon(self, kept: Sequence[Any]) -> None:
+        for each in kept:
+            self._store.read_soon(each.extent)
+
+
+class PinnedTier:
+    """Weights of a CUDA device's blocks, in pinned host memory, which a stream of its own copies."""
+
+    def __init__(self, device: torch.device):
+        self._store, self._streams = PinnedStore(), CudaStreams(device)
+        self._lane = self._streams.new()
+
+    def keep(self, content: torch.UntypedStorage) -> Any:
+        buffer = self._store.allocate(content.nbytes())
+        if buffer is None:
+            raise LeverError(
+                f"stream: {format_bytes(content.nbytes())} of weights have no room in host memory beside "
+                f"{format_bytes(self._store.used_bytes)} that are there: a half of the free memory may be pinned: "
+                "stream fewer blocks"
+            )
+        with offload():
+            buffer.storage.copy_(content, non_blocking=False)
+        return buffer
+
+    def bring(self, targets: Sequence[tuple[torch.UntypedStorage, Any]]) -> Any:
+        streams = self._streams
+        owner = streams.current()  # the memory is of the computing stream, as that of offload (`offload/transfers.py`)
+        with offload():
+            for storage, kept in targets:
+                storage.resize_(kept.storage.nbytes())
+            # The allocator may have given out memory that kernels queued on the computing stream still use.
+            streams.wait(self._lane, streams.mark(owner))
+            streams.copy(self._lane, *((storage, kept.storage) for storage, kept in targets))
+        event = streams.mark(self._lane)
+        for _, kept in targets:
+            kept.uses[IN] = event
+        return owner, event
+
+    def arrived(self, arrival: Any) -> None:
+        owner, event = arrival
+        self._streams.wait(owner, event)
+        current = self._streams.current()
+        if current != owner:
+            self._streams.wait(current, event)
+
+    def leaving(self, arrival: Any) -> None:
+        owner, event = arrival
+        # A block that was fetched and never used: the copy must end before the allocator gives its memory away.
+        self._streams.wait(owner, event)
+        current = self._streams.current()
+        if current != owner:  # and what the current stream reads of it too
+            self._streams.wait(owner, self._streams.mark(current))
+
+    def soon(self, kept: Sequence[Any]) -> None:
+        """Does nothing: pinned memory is there."""

@@ -1,0 +1,83 @@
+"""Streamed blocks on CUDA's path: bit-equal, right on cards that work late, and as large as two blocks."""
+
+import os
+
+import pytest
+import torch
+from test_exact_on_card import ON_CARDS
+from test_stream import KINDS, built, loss
+from test_stream_traps import build
+from trap_cases import CASES
+from trap_streams import STREAMS, has_frozen
+
+import tightfit
+from exactness import assert_bit_equal, run
+from tightfit.levers.stream import lever
+from tightfit.runtime.streams import CudaStreams
+
+pytestmark = pytest.mark.usefixtures("values")
+
+
+LATE = "late=0" not in os.environ["TIGHTFIT_NULLCARD"]
+
+
+def on_card(made):
+    model, x = made
+    return model.cuda(), x.detach().cuda().requires_grad_()
+
+
+def step(name, levers=None):
+    case = CASES[name]
+    with torch.device("cuda"):
+        return run(*on_card(build(name)), case.loss, backward=case.backward, levers=levers)
+
+
+@pytest.mark.sampled(24)
+@pytest.mark.parametrize("way", STREAMS)
+@pytest.mark.parametrize("name", ON_CARDS)
+def test_stream_leaves_everything_bit_equal(name, way, monkeypatch):
+    monkeypatch.setattr(lever, "SMALLEST_BYTES", 1)
+    if not has_frozen(build(name)[0]):
+        pytest.skip("the blocks have no frozen weights of their own")
+    assert_bit_equal(step(name), step(name, STREAMS[way]))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_every_base_is_bit_equal_over_several_steps(kind, ahead):
+    def levers(model):
+        return tightfit.stream(model, "layers.*", ahead=ahead)
+
+    plain = run(*on_card(built(kind)), loss, times=3)
+    assert_bit_equal(plain, run(*on_card(built(kind)), loss, times=3, levers=levers))
+
+
+def test_a_model_of_the_host_goes_to_the_card_without_its_blocks():
+    (model, x), (plain, there) = built(), on_card(built())
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with tightfit.stream(model, "layers.*", device="cuda"):
+        weights = sum(p.nbytes for layer in model["layers"] for p in layer.parameters() if not p.requires_grad)
+        assert torch.cuda.memory_allocated() - before < weights / 2, "two of six blocks, adapters and the head"
+        torch.manual_seed(0)
+        found = loss(model, x.detach().cuda())
+        found.backward()
+        assert all(p.grad.is_cuda for p in model.parameters() if p.requires_grad)
+    torch.manual_seed(0)
+    assert torch.equal(found, loss(plain, there))
+
+
+def test_the_copies_are_waited_for(monkeypatch):
+    def outcome(levers):
+        return run(*on_card(built()), loss, times=2, levers=levers)
+
+    def levers(model):
+        return tightfit.stream(model, "layers.*")
+
+    plain = outcome(None)
+    assert_bit_equal(plain, outcome(levers))
+    if LATE:
+        monkeypatch.setattr(CudaStreams, "wait", lambda self, stream, event: None)
+        with pytest.raises(AssertionError, match="differ"):
+            assert_bit_equal(plain, outcome(levers))
+        torch.cuda.synchronize()
