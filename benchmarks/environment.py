@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def environment() -> dict[str, Any]:
     """Machine, versions, commit (and whether the tree differs from it), threads and the load when it was asked.
 
-    An archive of the sources does not know its commit: whoever carries one to a machine says it in `TIGHTFIT_COMMIT`.
+    A copy of the sources does not know its commit: whoever carries one to a machine says it in `TIGHTFIT_COMMIT`.
     """
+    said = os.environ.get("TIGHTFIT_COMMIT")
     return {
         "machine": {
             "cpu": device_name("cpu"),
@@ -29,8 +30,8 @@ def environment() -> dict[str, Any]:
             "system": platform.platform(),
         },
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "commit": git("rev-parse", "HEAD") if is_checkout() else os.environ.get("TIGHTFIT_COMMIT"),
-        "dirty": is_checkout() and bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": said or (git("rev-parse", "HEAD") if is_checkout() else None),
+        "dirty": said is None and is_checkout() and bool(git("status", "--porcelain", "--untracked-files=no")),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
     }

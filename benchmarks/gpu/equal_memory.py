@@ -3,17 +3,24 @@
 python -m benchmarks.gpu.equal_memory --output benchmarks/results/gpu_equal_memory.json
 python -m benchmarks.gpu.equal_memory --small --output /tmp/small.json        (on the CPU)
 
+Each model has a process of its own. All of them measure peaks and make plans side by side; then one after the other
+takes time, with `--pause` when a line comes from the standard input: before that the machine may do other things.
+
 Ways take turns in rounds: each warms up, then its steps are timed. A ratio is the median of the ratios to PyTorch's
 checkpoint of every block within one round. Peaks are the allocator's own. A way that fails is kept with its reason.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +43,13 @@ from tightfit.tracing.build import build_dry
 from tightfit.training.measure import resident_tensors
 
 SIZES = {"MM26": (32, 512), "MM104": (32, 512), "1B": (4, 4096), "8B-width": (1, 8192)}
+LARGE = {"1B", "8B-width"}  # whose activations take much of a host's memory
 SMALL = {"tiny": (4, 96)}
 OTHERS = tuple(name for name in PEERS if "checkpoint" in name and "'" not in name)
 AT = (REFERENCE, "torch.utils.checkpoint, every 2nd block", "selective checkpoint, every 2nd product kept")
 SHARES = ("0.5x", "0.25x")  # of the plain peak
-LEVERS = ("exact", "rounding")
+LEVERS: dict[str, str | list[str]] = {"exact": "exact", "rounding": "rounding"}
+CAPTURED: dict[str, list[str]] = {"captured": ["exact", "capture"], "captured rounding": ["rounding", "capture"]}
 ROUNDS, WARM_UP, TIMED = 3, 1, 2
 
 
@@ -115,27 +124,12 @@ class Way:
             self.rounds.append(statistics.median(steps.run(self.micro_batches) for _ in range(TIMED)))
 
 
-def compare(name: str, size: int, length: int, device: torch.device, *, rounds: int) -> dict[str, Any]:
-    """One model: the peaks of all ways, the plans at the peaks of others, and then everybody's seconds in turns."""
+def compare(name: str, size: int, length: int, device: torch.device, rounds: int, parent: Connection) -> None:
+    """One model: all ways with their peaks, and, when told, everybody's seconds in turns."""
     steps = Steps(name, size, length, device)
-    model = steps.model
-    ways: dict[str, Way] = {"plain": Way(nullcontext)}
-    ways |= {peer: Way(partial(by, peer, model)) for peer in OTHERS}
-    ways["recompute, every block"] = Way(lambda: recompute(model, "layers.*"))
-    if size * length < 1 << 14 or name.startswith("MM"):  # larger ones take all of a host's memory
-        ways["save_on_cpu"] = Way(partial(offloading, model))
-    steps.run(1)
-    for way in ways.values():
-        way.measure_peak(steps)
-    budgets = {f"at the peak of {peer}": ways[peer].figures.get("peak_bytes") for peer in AT}
-    dry = build_dry(MODELS[name].build)
-    planned = [(f"plan {levers} {where}", levers, peak + UNSEEN_BYTES) for where, peak in budgets.items() if peak
-               for levers in LEVERS]  # fmt: skip
-    planned += [(f"plan {levers} at {share}", levers, share) for share in SHARES for levers in LEVERS]
-    for title, levers, budget in planned:
-        ways[title] = planned_way(model, dry, steps.shape, levers, budget, device)
-        if "error" not in ways[title].figures:
-            ways[title].measure_peak(steps)
+    ways = dict(prepared(steps))
+    parent.send("prepared")
+    parent.recv()
     running = {title: way for title, way in ways.items() if "error" not in way.figures}
     for _ in range(rounds):
         for way in running.values():
@@ -145,12 +139,34 @@ def compare(name: str, size: int, length: int, device: torch.device, *, rounds: 
         for against, base in (("checkpoint", running[REFERENCE].rounds), ("plain", running["plain"].rounds)):
             pairs = zip(base, way.rounds, strict=True)
             way.figures[f"times_as_fast_as_{against}"] = statistics.median(b / own for b, own in pairs)
+    found = {title: way.figures for title, way in ways.items()}
+    parent.send({"model": name, "size": size, "length": length, "ways": found})
+
+
+def prepared(steps: Steps) -> Iterator[tuple[str, Way]]:
+    """The ways to run a step, with their peaks."""
+    model = steps.model
+    ways: dict[str, Way] = {"plain": Way(nullcontext)}
+    ways |= {peer: Way(partial(by, peer, model)) for peer in OTHERS}
+    ways["recompute, every block"] = Way(lambda: recompute(model, "layers.*"))
+    if steps.name not in LARGE:
+        ways["save_on_cpu"] = Way(partial(offloading, model))
+    steps.run(1)
     for title, way in ways.items():
-        print(line(title, way.figures), flush=True)
-    return {"model": name, "size": size, "length": length, "ways": {title: way.figures for title, way in ways.items()}}
+        way.measure_peak(steps)
+        yield title, way
+    budgets = [(f"at the peak of {peer}", ways[peer].figures.get("peak_bytes")) for peer in AT]
+    planned = [(where, peak + UNSEEN_BYTES) for where, peak in budgets if peak] + [(f"at {s}", s) for s in SHARES]
+    dry = build_dry(MODELS[steps.name].build)
+    kinds = LEVERS if steps.name in LARGE else LEVERS | CAPTURED
+    for (where, budget), (kind, levers) in itertools.product(planned, kinds.items()):
+        way = planned_way(model, dry, steps.shape, levers, budget, steps.device)
+        if "error" not in way.figures:
+            way.measure_peak(steps)
+        yield f"plan {kind} {where}", way
 
 
-def planned_way(model: nn.Module, dry: nn.Module, shape: TokenBatch, levers: str, budget: Any, device: Any) -> Way:
+def planned_way(model: nn.Module, dry: nn.Module, shape: TokenBatch, levers: Any, budget: Any, device: Any) -> Way:
     began = time.perf_counter()
     try:
         made = plan(dry, shape, budget, levers=levers, precision="bf16", device=device.type)
@@ -188,20 +204,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model, on the CPU")
     parser.add_argument("--only", default="", help="models whose name holds this text")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--pause", action="store_true", help="take time when a line comes from the standard input")
     options = parser.parse_args(arguments)
     if not options.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --small runs it on the CPU")
     device = torch.device("cpu" if options.small else "cuda")
     lookup(device, print)
     content: dict[str, Any] = {"environment": environment(), "results": []}
+    running = []
     for name, (size, length) in (SMALL if options.small else SIZES).items():
         if options.only in name:
-            print(f"{name}, {size} x {length}", flush=True)
-            fresh_device(device)
-            content["results"].append(compare(name, size, length, device, rounds=options.rounds))
-            options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            here, there = multiprocessing.Pipe()
+            arguments = (name, size, length, device, options.rounds, there)
+            multiprocessing.get_context("spawn").Process(target=compare, args=arguments).start()
+            there.close()  # here: a process that ends without a word closes the pipe
+            running.append(here)
+    for pipe in running:
+        pipe.recv()
+    if options.pause:
+        sys.stdin.readline()
+    for pipe in running:
+        pipe.send("now")
+        found = pipe.recv()
+        content["results"].append(found)
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print("{model}, {size} x {length}".format(**found))
+        for title, figures in found["ways"].items():
+            print(line(title, figures), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    # Functions that another process is to find have the name of the module, not that of the program.
+    from benchmarks.gpu import equal_memory
+
+    raise SystemExit(equal_memory.main())

@@ -150,7 +150,8 @@ NOT_PLAYED = {
 
 def test_the_lists_hold_every_operator_that_this_release_casts_for_cuda():
     ours = {f"aten::{name}" for names in CUDA_LISTS.values() for name in names}
-    assert set(operators_with_kernel("AutocastCUDA")) - NOT_PLAYED <= ours
+    aten = {name for name in operators_with_kernel("AutocastCUDA") if name.startswith("aten::")}
+    assert aten - NOT_PLAYED <= ours
 
 
 def cast_dtype(function: Any, *inputs: torch.Tensor) -> torch.dtype:
@@ -410,3 +411,34 @@ def test_what_an_optimizers_package_makes_when_it_is_imported_is_on_the_host(mon
     monkeypatch.setattr(low_bit.importlib, "import_module", lambda name: depths.append(simulation.host))
     low_bit._package("adamw8bit", "bitsandbytes")
     assert depths == [1]
+
+
+@pytest.fixture
+def other_library():
+    """A library of somebody's with operators that the CPU's autocast casts, like torchvision's `nms`."""
+    library = torch.library.Library("tightfit_tests", "FRAGMENT")
+    for name, keys in {"by_both": ("AutocastCPU", "AutocastCUDA"), "by_the_cpu": ("AutocastCPU",)}.items():
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, torch.square, "CPU")
+        for key in keys:
+            library.impl(name, _cast(getattr(torch.ops.tightfit_tests, name)), key)
+    yield torch.ops.tightfit_tests
+    library._destroy()
+
+
+def _cast(operator):
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            return operator(x.bfloat16())
+
+    return kernel
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("by_both", torch.bfloat16), ("by_the_cpu", torch.float32)])
+def test_operators_of_other_libraries_are_cast_if_autocast_casts_them_on_cards(other_library, name, dtype):
+    x, operator = torch.ones(2, 2), getattr(other_library, name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert operator(x).dtype == torch.bfloat16
+        with A100.playing():
+            assert operator(x).dtype == dtype
+        assert operator(x).dtype == torch.bfloat16

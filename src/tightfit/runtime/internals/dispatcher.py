@@ -197,13 +197,17 @@ def _with_kernel(key: str, known: int) -> list[str]:
 
 @contextmanager
 def kernels_replaced(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> Iterator[None]:
-    """A context in which ATen operators have these kernels: name (`"mm"`, `"pow.Scalar"`), dispatch key, function."""
-    library = torch.library.Library("aten", "IMPL")
+    """A context in which operators have these kernels: name (`"aten::pow.Scalar"`), dispatch key, function."""
+    libraries: dict[str, torch.library.Library] = {}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # replacing is intended
-            for name, key, kernel in kernels:
-                library.impl(name, kernel, key)
+            for qualified, key, kernel in kernels:
+                namespace, _, name = qualified.partition("::")
+                if namespace not in libraries:
+                    libraries[namespace] = torch.library.Library(namespace, "IMPL")
+                libraries[namespace].impl(name, kernel, key)
         yield
     finally:
-        library._destroy()
+        for library in libraries.values():
+            library._destroy()

@@ -66,7 +66,7 @@ class AutocastKernels:
         self.cache.clear()
 
     def kernels(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """Operator names, and the kernels that replace the CPU's autocast kernels."""
+        """Operator names with their libraries, and the kernels that replace the CPU's autocast kernels."""
         makers: dict[str, Callable[[Any], Callable[..., Any]]] = {
             "lower precision": self._lower_precision,
             "fp32": self._fp32,
@@ -79,11 +79,14 @@ class AutocastKernels:
             for name in CUDA_LISTS[kind]:
                 if has_kernel(f"aten::{name}", "AutocastCUDA"):
                     replaced.add(f"aten::{name}")
-                    yield name, make(_overload(name))
-        # The CPU's autocast casts operators that CUDA's does not. Those must do nothing.
+                    yield f"aten::{name}", make(_overload(name))
+        # The CPU's autocast casts operators that CUDA's does not. Those must do nothing. Of the operators of other
+        # libraries (torchvision's `nms`), those with a kernel for either are cast alike by both.
         for qualified in operators_with_kernel("AutocastCPU"):
-            if qualified not in replaced:
-                yield qualified.removeprefix("aten::"), fallthrough
+            if qualified not in replaced and (
+                qualified.startswith("aten::") or not has_kernel(qualified, "AutocastCUDA")
+            ):
+                yield qualified, fallthrough
 
     # The casting policies: `CastPolicy` in ATen/autocast_mode.h
 

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def composites(capability: Capability) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Operator names, dispatch keys and kernels of a device of this capability."""
+    """Qualified operator names, dispatch keys and kernels of a device of this capability."""
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -33,14 +33,14 @@ def composites(capability: Capability) -> Iterator[tuple[str, str, Callable[...,
         call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         return attend(capability, call, scale)
 
-    yield "scaled_dot_product_attention", "AutogradCPU", scaled_dot_product_attention
-    yield "rms_norm", "AutogradCPU", _rms_norm
-    yield "dropout", "AutogradCPU", _dropout
-    yield "log_softmax.int", "AutogradCPU", _log_softmax
-    yield "softmax.int", "AutogradCPU", _softmax
+    yield "aten::scaled_dot_product_attention", "AutogradCPU", scaled_dot_product_attention
+    yield "aten::rms_norm", "AutogradCPU", _rms_norm
+    yield "aten::dropout", "AutogradCPU", _dropout
+    yield "aten::log_softmax.int", "AutogradCPU", _log_softmax
+    yield "aten::softmax.int", "AutogradCPU", _softmax
     if hasattr(aten, "_fused_rms_norm"):
         # With a CPU kernel the operator uses autograd's formula. Without one, PyTorch decomposes it.
-        yield "_fused_rms_norm", "CPU", _never_computed
+        yield "aten::_fused_rms_norm", "CPU", _never_computed
 
 
 def _rms_norm(
