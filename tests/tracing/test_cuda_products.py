@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tightfit.levers.micro_batch import as_parts
+from tightfit.runtime.internals import installed_release
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIB
-from tightfit.tracing.cuda.products import blas_workspace, installed_release, product_scratch, takes_workspace
+from tightfit.tracing.cuda.products import blas_workspace, product_scratch, takes_workspace
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import trace_step
 from tiny import decoder, token_batch

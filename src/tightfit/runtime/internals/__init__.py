@@ -45,6 +45,7 @@ from tightfit.runtime.internals.cuda import (
     foreach_on_cpu,
     forget_unscaled,
     fused_kernel_devices,
+    installed_release,
     register_pages,
     unregister_pages,
 )
@@ -178,6 +179,7 @@ __all__ = [
     "inference_mode_as_no_grad",
     "innermost_saved_tensor_hooks",
     "inputs_written_later",
+    "installed_release",
     "is_active",
     "is_custom_operator",
     "is_dense",

@@ -17,6 +17,12 @@ _BACKENDS = {0: "math", 1: "flash_attention", 2: "efficient_attention", 3: "cudn
 _DEFAULT_PRIORITY = ["flash_attention", "efficient_attention", "math", "cudnn_attention"]
 
 
+def installed_release() -> tuple[int, int]:
+    """The installed release of PyTorch, major and minor."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def cudnn_attention_is_preferred() -> bool:
     """True if cuDNN's attention is preferred on its cards. Without CUDA the answer is that of a build for CUDA 13.
 

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tightfit.runtime.internals import attention_priority, cudnn_attention_is_preferred, dispatch_modes
+from tightfit.runtime.internals import (
+    attention_priority,
+    cudnn_attention_is_preferred,
+    dispatch_modes,
+    installed_release,
+)
 from tightfit.tracing.rules import inside
 from tightfit.tracing.shapes import KNOWN_LIMIT
 
@@ -91,6 +96,10 @@ def _preferred(capability: Capability) -> list[str]:
 # The constraints of each backend
 
 
+# `check_cudnn_dropout`: its probabilities are multiples of 1/16. 2.12.0 has the check, 2.11.0 does not.
+_DROPOUT_CHECKED = (2, 12)
+
+
 def _cudnn_takes(call: AttentionCall, capability: Capability) -> bool:
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     return (
@@ -99,7 +108,7 @@ def _cudnn_takes(call: AttentionCall, capability: Capability) -> bool:
         and _has_dtype(call, _HALF)
         and _mask_is_plain(call)
         and not torch.are_deterministic_algorithms_enabled()
-        and (call.dropout * 16).is_integer()  # `check_cudnn_dropout`: its probabilities are multiples of 1/16
+        and (installed_release() < _DROPOUT_CHECKED or (call.dropout * 16).is_integer())
         and _heads_agree(call, takes_grouped=True)
         and _last_stride_is_one(call, ignore_single=True)
         and _cudnn_takes_widths(width, value_width, capability)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tightfit.runtime.internals import installed_release
 from tightfit.tracing.cuda.allocator import RESULT
 from tightfit.tracing.shapes import TensorShape
 
@@ -57,12 +58,13 @@ def _layer_norm_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> l
 
 
 def _group_norm(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
-    # `GroupNormKernelImplInternal`: the statistics of 16-bit inputs in fp32; with weights or biases also a scale and a
-    # shift of every channel
+    # `GroupNormKernelImplInternal`: from 2.13 on the statistics of 16-bit inputs in fp32 (seen on null cards of 2.12,
+    # 2.13 and on an H200 with 2.11); with weights or biases also a scale and a shift of every channel
     batch, channels, pixels, groups = arguments[-5:-1]
     source = inputs[0]
     accumulated = _accumulated(source)
-    statistics = [accumulated * batch * groups] * 2 if source.dtype.itemsize == 2 else []
+    in_fp32 = source.dtype.itemsize == 2 and installed_release() >= (2, 13)
+    statistics = [accumulated * batch * groups] * 2 if in_fp32 else []
     per_channel = [accumulated * batch * channels] * 2 if pixels > 1 and len(inputs) > 1 else []
     return [*copies(*inputs), *statistics, *per_channel]
 

@@ -29,12 +29,6 @@ _LT_WORKSPACE = MIB  # cuBLASLt's, from that release on: `parseCUDABlasLtWorkspa
 _MATRICES = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1, "_addmm_activation": 1}
 
 
-def installed_release() -> Release:
-    """The installed release of PyTorch, whose memory is predicted."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 def blas_workspace(capability: Capability, release: Release) -> int:
     """Bytes of one workspace of cuBLAS: from `CUBLAS_WORKSPACE_CONFIG` if set, else by card and release.
 

@@ -4,7 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tightfit.runtime.internals import autocast_cache_cleared_by, foreach_on_cpu, kernels_replaced
+from tightfit.runtime.internals import (
+    autocast_cache_cleared_by,
+    foreach_on_cpu,
+    installed_release,
+    kernels_replaced,
+)
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cuda.allocator import Scratch
 from tightfit.tracing.cuda.answers import replace_in_backends, replace_in_torch
@@ -17,7 +22,6 @@ from tightfit.tracing.cuda.products import (
     THREADS_WITH_PRODUCTS,
     Release,
     held_workspaces,
-    installed_release,
     product_scratch,
 )
 from tightfit.tracing.cuda.reductions import LaunchLimits

@@ -1,5 +1,6 @@
-/* libcudnn: descriptors are opaque. Of its graph interface there is as much as a frontend needs to find one engine, which
-   is said to need `cudnn_workspace` bytes (assumed: the real heuristics are closed). */
+/* libcudnn: descriptors are opaque. Of its graph interface there is as much as a frontend needs to find one engine. For
+   convolutions it is said to need `cudnn_workspace` bytes (assumed: the real heuristics are closed), for attention what an
+   H200 was seen to take. */
 #include "card.h"
 #include <stdlib.h>
 #include <string.h>
@@ -36,7 +37,15 @@ static size_t size_of(int type) { /* cudnnBackendAttributeType_t */
     default: return 4;
     }
 }
-EXPORT int cudnnBackendCreateDescriptor(int type, Descriptor **made) { *made = calloc(1, sizeof **made); (*made)->type = type; return OK; }
+enum { CONVOLUTION_FORWARD = 10, CONVOLUTION_BACKWARD_DATA = 12, TENSOR = 17, ATTENTION_ENGINE = 512 };
+static _Thread_local int64_t workspace; /* of the graph that this thread describes: its operations come before its plan */
+EXPORT int cudnnBackendCreateDescriptor(int type, Descriptor **made) {
+    *made = calloc(1, sizeof **made);
+    (*made)->type = type;
+    if (type >= CONVOLUTION_FORWARD && type <= CONVOLUTION_BACKWARD_DATA) workspace = (int64_t)card()->cudnn_workspace;
+    else if (type > TENSOR) workspace = ATTENTION_ENGINE; /* products, reductions and the operations made for attention */
+    return OK;
+}
 EXPORT int cudnnBackendDestroyDescriptor(Descriptor *descriptor) {
     if (!descriptor) return OK;
     for (int i = 0; i < descriptor->count; i++) free(descriptor->attributes[i].data);
@@ -62,7 +71,7 @@ EXPORT int cudnnBackendGetAttribute(Descriptor *descriptor, int name, int type, 
     *got = 1;
     switch (name) {
     case HEURISTIC_RESULTS: case CONFIG_ENGINE: return OK; /* the caller's descriptors are the result */
-    case PLAN_WORKSPACE: case CONFIG_WORKSPACE: if (data && wanted) *(int64_t *)data = (int64_t)card()->cudnn_workspace; return OK;
+    case PLAN_WORKSPACE: case CONFIG_WORKSPACE: if (data && wanted) *(int64_t *)data = workspace; return OK;
     case CONFIG_SHARED: if (data && wanted) *(int *)data = 0; return OK;
     case ENGINE_INDEX: if (data && wanted) *(int64_t *)data = 0; return OK;
     }
