@@ -269,6 +269,7 @@ def parts_between_commas(text: str) -> list[str]:
 # Ways to quantise a model.
 
 QUANTISED_FILE = "quantisation.json"  # in the folder of a quantised model: how it was made
+FEW_BITS = ("int8", "fp8", "nf4")  # of frozen weights below adapters
 METHODS: dict[str, str] = {
     "int8_dynamic": "int8 weights, one scale a row; activations in int8, one scale a token, found as it runs",
     "int8": "int8 weights, one scale a row; activations as they are",

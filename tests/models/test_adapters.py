@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tightfit import TokenBatch, estimate, plan, recompute, verify
+from tightfit.cli import sources
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.models.adapters import add_adapter, usual_layers
 from tightfit.models.loading import build_model
+from tightfit.models.published import published
 from tightfit.models.saving import load_model, save_model
 from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import StepSettings
@@ -139,10 +141,18 @@ def test_layers_that_the_model_does_not_have_are_answered_with_those_that_it_has
 
 
 def test_a_model_that_peft_has_no_layers_in_mind_for_must_name_them():
-    with pytest.raises(ModelError, match=r"no layers in mind for Decoder: name some in target_modules .*gate_proj"):
-        add_adapter(decoder(), AdapterConfig())
+    own = torch.nn.ModuleDict({"gate_proj": torch.nn.Linear(2, 2)})
+    with pytest.raises(ModelError, match=r"no layers in mind for ModuleDict: name some in target_modules .*gate_proj"):
+        add_adapter(own, AdapterConfig())
     model = add_adapter(decoder(), AdapterConfig(target_modules=("q_proj", "v_proj")))
     assert sum(p.requires_grad for p in model.parameters()) == 3 * 2 * 2
+
+
+def test_the_reference_decoder_gets_adapters_on_all_its_linear_layers_but_the_head():
+    trained = [p for p, weight in add_adapter(decoder(), AdapterConfig()).named_parameters() if weight.requires_grad]
+    assert {path.split(".")[-4] for path in trained} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
 
 
 def test_a_model_of_transformers_that_peft_does_not_know_gets_adapters_on_all_its_linear_layers():
@@ -152,7 +162,7 @@ def test_a_model_of_transformers_that_peft_does_not_know_gets_adapters_on_all_it
         num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1, vocab_size=32,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
-    assert usual_layers(model) == "all-linear"
+    assert usual_layers(model) == ("k_proj", "o_proj", "q_proj", "v_proj")  # its experts are no linear layers
     adapted = {path for path, _ in add_adapter(model, AdapterConfig(r=2)).named_parameters() if "lora_A" in path}
     assert {path.split(".")[-4] for path in adapted} >= {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert not any("lm_head" in path for path in adapted)
@@ -189,3 +199,20 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(folder, mon
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InputError, match=rf"pip install 'tightfit\[{command}\]'"):
         adapted(folder, base=base)
+
+
+def one_of_each_architecture():
+    """The smallest model of each architecture among those known by name."""
+    known = sorted(published().items(), key=lambda item: item[1].parameters)
+    return list({entry.config["model_type"]: name for name, entry in reversed(known)}.values())
+
+
+@pytest.mark.keeps("adapters-default-layers")
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", one_of_each_architecture())
+def test_every_architecture_has_layers_for_adapters(name):
+    model = sources.build(name, dry=True, held=sources.HeldAs(adapter=AdapterConfig(r=1))).model
+    trained = [path for path, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all(".lora_" in path for path in trained)
+    assert not any(".experts.lora_" in path for path in trained)  # each would exist once more at full width

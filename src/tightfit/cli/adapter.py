@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tightfit.training.config import AdapterConfig
 
 DEFAULT = "default"
-BASES = ("fp32", "bf16", "int8", "nf4")
+BASES = ("fp32", "bf16", "int8", "fp8", "nf4")
 
 
 def adapter_setting(text: str, base: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from tightfit.cli.adapter import BASES, DEFAULT, adapter_setting, base_of
 from tightfit.errors import InputError
-from tightfit.names import OPTIMIZERS, optimizer_class, parse_optimizer, parts_between_commas
+from tightfit.names import FEW_BITS, OPTIMIZERS, optimizer_class, parse_optimizer, parts_between_commas
 from tightfit.ranks.world import world_of
 from tightfit.units import check_budget
 
@@ -122,7 +122,7 @@ class Question:
         if self.adapter is None:
             return
         base = base_of(adapter_setting(self.adapter, self.base))
-        if self.dtype not in (None, "auto") and base not in ("int8", "nf4"):
+        if self.dtype not in (None, "auto") and base not in FEW_BITS:
             raise InputError(
                 f"--dtype {self.dtype} and --adapter are both given: --base is the dtype of the frozen weights, leave "
                 "--dtype out"

@@ -13,7 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tightfit.errors import ModelError
-from tightfit.ops.weights.low_bit import freeze_in_low_bits, is_in_low_bits
+from tightfit.models.decoder import Decoder
+from tightfit.names import FEW_BITS
+from tightfit.ops.weights.experts import fused_experts
+from tightfit.ops.weights.low_bit import freeze_in_low_bits, is_in_low_bits, linear_layers
 from tightfit.training.config.schema import AdapterConfig
 
 ALL_LINEAR = "all-linear"
@@ -29,9 +32,11 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     `ModelError` where the model has none of the layers that are named, or a package is missing.
     """
     peft = _peft()
-    if config.base in ("int8", "nf4"):
-        freeze_in_low_bits(model, config.base)
     targets = usual_layers(model) if config.target_modules is None else config.target_modules
+    if config.base in FEW_BITS:
+        if targets == ALL_LINEAR and fused_experts(model):  # which peft cannot adapt in few bits
+            targets = linear_names(model)
+        freeze_in_low_bits(model, config.base)
     task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"
     lora = peft.LoraConfig(
         task_type=task if hasattr(model, "prepare_inputs_for_generation") else None,
@@ -47,17 +52,34 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
         raise ModelError(f"model.adapter: {_reason(str(error), model)}") from error
 
 
-def usual_layers(model: nn.Module) -> str | None:
-    """The value that stands for the layers of adapters if the user names none: None for those that peft chooses for the
-    architecture, or where peft is not installed; `all-linear` (but for the head) for a model of transformers of which
-    peft knows none.
+def usual_layers(model: nn.Module) -> str | tuple[str, ...] | None:
+    """The layers of adapters if the user names none: those that peft chooses for the architecture; for any other model
+    of transformers, and the reference decoder, all linear layers but the head, and beside fused experts those of
+    `linear_names`. None where peft is not installed, or for a module of another kind.
     """
     if find_spec("peft") is None:
         return None
+    if isinstance(model, Decoder):
+        return tuple(sorted({path.rpartition(".")[2] for path in linear_layers(model)} - {"head"}))
     known = _peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in known:
+        layers = known[kind]
+        return layers if isinstance(layers, str) else tuple(layers)
     has_head = callable(getattr(model, "get_output_embeddings", None))
-    return ALL_LINEAR if has_head and kind is not None and kind not in known else None
+    return (ALL_LINEAR if not fused_experts(model) else linear_names(model)) if has_head and kind is not None else None
+
+
+def linear_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of a model's linear layers, but those that peft takes for weights of fused experts. It would adapt
+    these as parameters, each of which exists a second time at full width during a step.
+    """
+    names = {path.rpartition(".")[2] for path in linear_layers(model)}
+    return tuple(sorted(names - _OF_EXPERTS))
+
+
+# Of experts before they were fused (`_MOE_TARGET_MODULE_MAPPING` in peft/utils/transformers_weight_conversion.py).
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -125,11 +147,13 @@ def _reason(text: str, model: nn.Module) -> str:
 @contextmanager
 def _no_idle_warnings() -> Iterator[None]:
     """Without warnings about what nobody here asked for: merging adapters into int8 weights, and the name by which peft
-    asks a model of transformers whether it recomputes, and ranks of layers that `target_modules` does not name.
+    asks a model of transformers whether it recomputes, ranks of layers that `target_modules` does not name, and GPT-2's
+    transposed layers.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but the target module is `Conv1D`")
         warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
         yield
 

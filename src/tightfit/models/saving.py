@@ -14,6 +14,7 @@ from tightfit.models.own import CONFIG_FILE, MODEL_TYPE, WEIGHTS_FILE, read_conf
 from tightfit.models.quantised import load_quantised
 from tightfit.models.quantised_record import is_quantised
 from tightfit.names import CONFIG as RUN_CONFIG
+from tightfit.names import FEW_BITS
 from tightfit.ops.weights.low_bit import freeze_in_low_bits
 from tightfit.training.config import load_config
 from tightfit.training.config.schema import PretrainedModel
@@ -80,7 +81,7 @@ def _base_of(folder: Path) -> nn.Module:
     section = load_config(written).model if written.is_file() else None
     if isinstance(section, PretrainedModel) and section.adapter is not None:
         base = build_model(section.model_copy(update={"adapter": None, "dtype": weights_dtype(section)}))
-        if section.adapter.base in ("int8", "nf4"):
+        if section.adapter.base in FEW_BITS:
             freeze_in_low_bits(base, section.adapter.base)
         return base
     name = read_config(folder / ADAPTER_CONFIG).get("base_model_name_or_path")

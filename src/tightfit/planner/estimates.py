@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.ops.weights.base import frozen_base
 from tightfit.ops.weights.low_bit import count_weights
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
@@ -95,6 +96,9 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
         fits=False,
         weights=dtypes_of(request.model),
+        base_bytes=(base := frozen_base(request.model)).bytes,
+        not_quantised=base.not_quantised,
+        adapted=base.adapted,
     )
 
 

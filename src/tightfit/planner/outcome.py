@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tightfit.planner.levers import Combination, Lever, find
@@ -50,6 +50,9 @@ class EstimateRecord:
     parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank, in their order; empty without ranks
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
+    base_bytes: int = 0  # of frozen weights, with their scales
+    not_quantised: Mapping[str, int] = field(default_factory=dict)  # of those at full width beside few bits, by name
+    adapted: tuple[str, ...] = ()  # names of the layers that have adapters
 
     @property
     def peak_bytes(self) -> int:

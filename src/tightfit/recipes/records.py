@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from tightfit.names import facts_of, parse_optimizer
+from tightfit.names import FEW_BITS, facts_of, parse_optimizer
 from tightfit.training.config.schema import AdapterConfig
 from tightfit.units import format_bytes
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 Dtype = Literal["fp32", "bf16"]
 Autocast = Literal["fp32", "bf16", "fp16"]
-FEW_BITS = ("int8", "nf4")  # bases of adapters
 
 # What a recipe changes in the result, from the least to the most. AdamW in fp32 is what it is compared with.
 NOTHING = "nothing"
@@ -71,7 +70,7 @@ class Recipe:
         if self.dtype == "fp32" and self.precision != "fp32" and base in (None, "fp32"):
             found.append(PRODUCTS)
         if base in FEW_BITS:
-            found.append(f"frozen weights in {8 if base == 'int8' else 4} bits")
+            found.append(f"frozen weights in {4 if base == 'nf4' else 8} bits")
         elif "bf16" in (base, self.dtype):
             found.append(WEIGHTS)
         facts = facts_of(self.optimizer)

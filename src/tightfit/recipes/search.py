@@ -41,7 +41,8 @@ from tightfit.units import is_share_of, parse_budget
 
 Notice = Callable[[str], None]
 OFFLOADED_AGAIN = 3  # how often the levers of such a step are chosen again, each time with a whole trace
-BITS = {"nf4": 4, "int8": 8, "bf16": 16, "fp32": 32}  # of a weight, by the names of dtypes and of adapters' bases
+# Bits of a weight, by the names of dtypes and of bases of adapters.
+BITS = {"nf4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 
 
 @dataclass(frozen=True)

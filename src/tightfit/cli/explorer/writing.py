@@ -5,6 +5,7 @@ from typing import Any
 from tightfit.cli.explorer.question import PageQuestion
 from tightfit.cli.explorer.uploads import Described
 from tightfit.models.decoder_config import PRESETS
+from tightfit.names import FEW_BITS
 from tightfit.training.config.yaml_text import write_yaml
 
 FOLDER = "./model"  # stands for the place of a model that was uploaded as a config.json
@@ -59,7 +60,7 @@ def _model(question: PageQuestion, described: Described) -> dict[str, Any]:
     kept = {"r": adapter.r, "alpha": adapter.alpha, "base": adapter.base}
     if targets is not None:
         kept["target_modules"] = list(targets) if isinstance(targets, tuple) else targets
-    if adapter.base in ("int8", "nf4") and question.dtype != "fp32":
+    if adapter.base in FEW_BITS and question.dtype != "fp32":
         section["dtype"] = question.dtype  # of the weights that are not in few bits
     return {**section, "adapter": kept}
 

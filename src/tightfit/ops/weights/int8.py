@@ -1,29 +1,28 @@
-"""A frozen linear layer with an 8-bit weight."""
+"""A frozen linear layer with an 8-bit weight: whole numbers, or fp8 as storage."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 LARGEST = 127  # the largest code: codes are symmetric, so -128 is not used
+FP8 = torch.float8_e4m3fn
 
 
 class Int8Linear(nn.Linear):
     """`x @ weight.T + bias` in the dtype of x, or of autocast.
 
-    The weight is int8 codes (out_features, in_features) with an fp32 scale for each row (out_features, 1). The weight
-    at full width exists only during a product, in forward and in backward. It is not saved for backward.
+    The weight is codes in int8 or fp8 (out_features, in_features) with an fp32 scale for each row (out_features, 1).
+    The weight at full width exists only during a product, in forward and in backward. It is not saved for backward.
     """
 
     scale: nn.Parameter
 
     @classmethod
-    def of(cls, layer: nn.Linear) -> Self:
+    def of(cls, layer: nn.Linear, kind: Literal["int8", "fp8"] = "int8") -> Self:
         """The layer with its weight rounded to 8 bits, scaled by the largest number of each row. It shares the bias."""
         frozen = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        full = layer.weight.detach().float()
-        scale = full.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST
-        codes = (full / scale).round().to(torch.int8)
+        codes, scale = coded(layer.weight.detach(), kind)
         frozen.weight = nn.Parameter(codes, requires_grad=False)
         frozen.scale = nn.Parameter(scale, requires_grad=False)
         frozen.bias = layer.bias
@@ -40,8 +39,17 @@ class Int8Linear(nn.Linear):
         return widened(self.weight, self.scale, torch.float32)
 
 
+def coded(weight: Tensor, kind: Literal["int8", "fp8"]) -> tuple[Tensor, Tensor]:
+    """The codes of a weight (..., rows, columns), and the fp32 scale of each row (..., rows, 1)."""
+    full = weight.float()
+    largest = LARGEST if kind == "int8" else torch.finfo(FP8).max
+    scale = full.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / largest
+    codes = full / scale
+    return (codes.round().to(torch.int8) if kind == "int8" else codes.to(FP8)), scale
+
+
 def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The codes (rows, columns), each times the scale of its row, in `dtype`."""
+    """The codes (..., rows, columns), each times the scale of its row, in `dtype`."""
     return codes.to(dtype).mul_(scale.to(dtype))
 
 

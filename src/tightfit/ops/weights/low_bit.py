@@ -13,27 +13,30 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tightfit.errors import InputError, ModelError
+from tightfit.ops.weights.experts import LowBitExperts, freeze_experts, fused_experts, widen_experts
 from tightfit.ops.weights.int8 import Int8Linear
 
-LowBits = Literal["int8", "nf4"]
+LowBits = Literal["int8", "fp8", "nf4"]
 
 
 def freeze_in_low_bits(model: nn.Module, kind: LowBits, *, head: nn.Module | None = None) -> None:
-    """Freeze a model and replace the weights of its linear layers, except the output head's, by codes.
+    """Freeze a model and replace the weights of its linear layers, except the output head's, and those of fused experts
+    by codes.
 
     `head` is the output head of a model that does not name it as those of `transformers` do.
 
-    `int8` takes one byte for each weight, and an fp32 scale for each row. `nf4` takes half a byte for each weight, and
-    an fp32 scale for 64 weights (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError` if the package is
-    missing, and `ModelError` if the model has no such layer.
+    `int8` takes one byte for each weight, and an fp32 scale for each row; so does `fp8` (e4m3). `nf4` takes half a byte
+    for each weight, and an fp32 scale for 64 weights (bitsandbytes; Dettmers et al. 2023, "QLoRA"). Raises `InputError`
+    if the package is missing, and `ModelError` if the model has no such layer.
     """
     model.requires_grad_(False)
     layers = {path: layer for path, layer in linear_layers(model).items() if layer is not head}
     if not layers:
         raise ModelError(f"{type(model).__name__} has no linear layers but its head: weights in {kind} save nothing")
-    packed = Int8Linear.of if kind == "int8" else _nf4
     for path, layer in layers.items():
-        _replace(model, path, packed(layer))
+        _replace(model, path, _nf4(layer) if kind == "nf4" else Int8Linear.of(layer, kind))
+    for experts in fused_experts(model).values():
+        freeze_experts(experts, kind)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -47,7 +50,9 @@ def at_full_width(model: nn.Module) -> nn.Module:
     """Replace low-bit weights by the fp32 weights that they represent, for a reference run. Returns the model."""
     for path, module in list(model.named_modules()):
         weight = module._parameters.get("weight")
-        if isinstance(module, Int8Linear):
+        if isinstance(module, LowBitExperts):
+            widen_experts(module)
+        elif isinstance(module, Int8Linear):
             _replace(model, path, _linear(module.widened(), module.bias))
         elif isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight):
             held: Any = weight
@@ -63,7 +68,7 @@ def is_in_low_bits(module: nn.Module) -> bool:
     """True if the module's own weight is in few bits."""
     weight = module._parameters.get("weight")
     return (
-        isinstance(module, Int8Linear)
+        isinstance(module, Int8Linear | LowBitExperts)
         or (isinstance(weight, torch.Tensor) and is_traceable_wrapper_subclass(weight))
         or getattr(weight, "quant_state", None) is not None
     )

@@ -22,6 +22,7 @@ def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
     return rendered(
         f"{format_count(estimate.parameters)} parameters, {arithmetic(estimate.weights, estimate.precision)}, "
         f"{estimate.optimizer}, {estimate.device}{does_not_fit(estimate)}",
+        *frozen(estimate),
         f"Peak {format_bytes(step_figures.peak_bytes)} ({step_figures.peak_bytes:,} bytes), "
         f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of the device; "
         f"step {format_seconds(step_figures.step_seconds)}.",
@@ -36,6 +37,23 @@ def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
         *notes(estimate.assumptions),
         width=width,
     )
+
+
+NAMED = 3  # weights that a base in few bits does not reach
+
+
+def frozen(estimate: EstimateRecord) -> list[str]:
+    """Sentences about the layers that have adapters and about weights that a base in few bits does not reach."""
+    lines = [f"Adapters are on {', '.join(estimate.adapted)}."] if estimate.adapted else []
+    beside = estimate.not_quantised
+    if beside:
+        named = [f"{name} {format_bytes(count)}" for name, count in [*beside.items()][:NAMED]]
+        named += [f"{len(beside) - NAMED} more"] if len(beside) > NAMED else []
+        lines.append(
+            f"Frozen weights take {format_bytes(estimate.base_bytes)}; {format_bytes(sum(beside.values()))} of them "
+            f"are not in few bits: {', '.join(named)}."
+        )
+    return lines
 
 
 def does_not_fit(estimate: EstimateRecord) -> str:

@@ -127,10 +127,10 @@ class AdapterConfig(Section):
     target_modules: Annotated[str | tuple[str, ...] | None, BeforeValidator(_as_tuple)] = None
     """Names of the layers that get an adapter (`[q_proj, v_proj]`), or `all-linear`; null: `peft`'s choice for the
     architecture, and all linear layers where it has none."""
-    base: Literal["fp32", "bf16", "int8", "nf4"] = "fp32"
-    """Storage of the frozen weights: all in fp32, or all in bf16; or those of linear layers, except the head, in 8 bits
-    with a scale per row, or in 4-bit NormalFloat with a scale per 64 weights (bitsandbytes; Dettmers et al. 2023), and
-    the others in `model.dtype`."""
+    base: Literal["fp32", "bf16", "int8", "fp8", "nf4"] = "fp32"
+    """Storage of the frozen weights: all in fp32, or all in bf16; or those of linear layers, except the head, and of
+    fused experts in 8 bits (int8, or fp8 as storage) with a scale per row, or in 4-bit NormalFloat with a scale per 64
+    weights (bitsandbytes; Dettmers et al. 2023), and the others in `model.dtype`."""
 
 
 class PretrainedModel(Section):

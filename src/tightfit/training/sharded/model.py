@@ -8,7 +8,7 @@ from torch import nn
 
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.models.masks import masks_of
-from tightfit.names import OPTIMIZERS, parse_optimizer
+from tightfit.names import FEW_BITS, OPTIMIZERS, parse_optimizer
 from tightfit.ranks.playing import own_copy
 from tightfit.ranks.processes.ranks import Ranks, SeveralRanks
 from tightfit.ranks.shards import whole
@@ -36,7 +36,7 @@ def demand_shardable(config: Config) -> None:
         f"training.optimizer {training.optimizer} does not step shards: set it to one of {', '.join(_STEPPING)}, "
         f"{_OR_DDP}": parse_optimizer(training.optimizer).kind not in _STEPPING,
         f"model.adapter.base is {base}, and weights in few bits are not sharded: set it to bf16 or fp32, {_OR_DDP}": (
-            base in ("int8", "nf4")
+            base in FEW_BITS
         ),
         f"memory.verify compares whole models: set it to false, {_OR_DDP}": memory.verify,
         f"memory.recompute is set by hand, which no rank of FSDP2 is predicted with: set memory.budget, {_OR_DDP}": (

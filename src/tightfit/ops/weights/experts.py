@@ -1,0 +1,200 @@
+"""Frozen experts in few bits: the fused weights of a mixture of experts in `transformers`, and their grouped product.
+
+Since transformers 5 all experts of a layer are two or three parameters of three dimensions, and no linear layers. Here
+they are codes. A product widens as many experts at a time as take no more memory than its own result, in forward and in
+backward. No tensor's size depends on the routing.
+"""
+
+import functools
+import importlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.ops.weights.int8 import coded, widened
+
+NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts (`integrations/moe.py` in transformers)
+
+
+class Held(NamedTuple):
+    """Weights of experts in few bits. `block` is the number of 4-bit weights with one scale; None: a row has one."""
+
+    codes: Tensor
+    scale: Tensor
+    shape: tuple[int, ...]  # experts, rows, columns
+    block: int | None
+
+    def wide(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """The experts from `first` to before `last`, (last - first, rows, columns), in `dtype`."""
+        if self.block is None:
+            return widened(self.codes[first:last], self.scale[first:last], dtype)
+        count = math.prod(self.shape[1:])
+        shape = (last - first, *self.shape[1:])
+        codes = self.codes.view(-1)[first * count // 2 : last * count // 2]
+        scale = self.scale[first * count // self.block : last * count // self.block]
+        return torch.ops.bitsandbytes.dequantize_4bit(codes[:, None], scale, self.block, "nf4", shape, dtype)
+
+
+def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that hold fused experts as `transformers` does, by path."""
+    return {path: module for path, module in model.named_modules() if _is_fused(module)}
+
+
+def _is_fused(module: nn.Module) -> bool:
+    known = all(hasattr(module, name) for name in ("_apply_gate", "is_transposed", "has_gate", "has_bias"))
+    return known and not isinstance(module, LowBitExperts)
+
+
+def freeze_experts(module: nn.Module, kind: Literal["int8", "fp8", "nf4"]) -> None:
+    """Replace a module's expert weights by codes, in place. An expert whose weights do not fill whole blocks of 4-bit
+    ones stays as it is.
+    """
+    shapes = {}
+    for name in NAMES:
+        weight = module._parameters.get(name)
+        if weight is None or (kind == "nf4" and math.prod(weight.shape[1:]) % BLOCK):
+            continue
+        shapes[name] = tuple(weight.shape)
+        if kind == "nf4":
+            packed = _packed(weight.detach())
+        else:
+            packed, scale = coded(weight.detach(), kind)
+            module.register_parameter(_scale_of(name), nn.Parameter(scale, requires_grad=False))
+            packed = nn.Parameter(packed, requires_grad=False)
+        module._parameters[name] = packed
+    module.__dict__["wide_shapes"] = shapes
+    module.__class__ = _class_in_few_bits(type(module))
+
+
+def widen_experts(module: "LowBitExperts") -> None:
+    """Replace the codes by the fp32 weights that they represent, in place."""
+    for name in module.wide_shapes:
+        held = module.held(name)
+        assert isinstance(held, Held), "it has codes"
+        module._parameters.pop(_scale_of(name), None)
+        module._parameters[name] = nn.Parameter(held.wide(0, held.shape[0], torch.float32), requires_grad=False)
+    del module.__dict__["wide_shapes"]
+    module.__class__ = type(module).__mro__[2]
+
+
+BLOCK = 64  # weights with one scale in NormalFloat (Dettmers et al. 2023)
+
+
+def _packed(weight: Tensor) -> Any:
+    package: Any = importlib.import_module("bitsandbytes")
+    made = package.nn.Params4bit(
+        weight.reshape(-1, weight.shape[-1]), requires_grad=False, quant_type="nf4", blocksize=BLOCK,
+        compress_statistics=False,
+    )  # fmt: skip
+    return made.to(weight.device)  # bitsandbytes quantises in `to`
+
+
+def _scale_of(name: str) -> str:
+    return f"{name}_scale"
+
+
+@functools.cache
+def _class_in_few_bits(kind: type) -> type:
+    """The class of experts that are held in few bits: what it has beside them stays."""
+    return type(f"LowBit{kind.__name__}", (LowBitExperts, kind), {})
+
+
+class LowBitExperts(nn.Module):
+    """The forward of fused experts whose weights are codes, in the dtype of its input, or of autocast. Mixed into the
+    class of `transformers`, which has the activation and the biases.
+    """
+
+    wide_shapes: dict[str, tuple[int, ...]]  # of the weights that are held in few bits
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+
+    def held(self, name: str) -> Held | Tensor:
+        """A weight by name: its codes, or itself where it is as it was."""
+        weight: Any = self._parameters[name]
+        if name not in self.wide_shapes:
+            return weight
+        state = getattr(weight, "quant_state", None)
+        if state is None:
+            scale = self._parameters[_scale_of(name)]
+            assert scale is not None, "codes have their scales"
+            return Held(weight, scale, self.wide_shapes[name], None)
+        return Held(weight.data, state.absmax, self.wide_shapes[name], state.blocksize)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Sum the chosen experts' results of each token, weighted.
+
+        Args:
+            hidden_states: Tokens (N, D).
+            top_k_index: The experts of each token, int64 (N, K).
+            top_k_weights: Their weights (N, K).
+
+        Returns:
+            (N, D), in the dtype of `hidden_states`.
+        """
+        x, choices = hidden_states, top_k_index.shape[-1]
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        everyone = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(experts, everyone, right=True).tolist()
+        entry = "gate_up_proj" if self.has_gate else "up_proj"
+        out = self._product(entry, x[order // choices], experts, ends)
+        out = self._apply_gate(out) if self.has_gate else self.act_fn(out)  # pyright: ignore[reportCallIssue] - of the class
+        out = self._product("down_proj", out, experts, ends)
+        if self.has_post_expert_norm:
+            out = self.post_expert_norm(out)  # pyright: ignore[reportCallIssue] - of the class
+        out = out * top_k_weights.reshape(-1)[order, None]
+        # A sum in the tokens' order: adding into places would leave the order of the terms to chance on CUDA.
+        return out[order.argsort()].unflatten(0, (-1, choices)).sum(dim=1).to(hidden_states.dtype)
+
+    def _product(self, name: str, rows: Tensor, experts: Tensor, ends: Sequence[int]) -> Tensor:
+        """The rows (S, n), sorted by expert, times their experts' weights: (S, m)."""
+        held = self.held(name)
+        if not isinstance(held, Held):
+            held = Held(held, held.new_ones(()), tuple(held.shape), None)
+        result: Any = _Product.apply(rows, held.codes, held.scale, held.shape, held.block, ends, self.is_transposed)
+        return result + self._parameters[f"{name}_bias"][experts].to(result.dtype) if self.has_bias else result  # pyright: ignore[reportOptionalSubscript] - it says so
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor, shape: Any, block: Any, ends: Any, transposed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scale)
+        ctx.told = shape, block, ends, transposed
+        return _multiplied(rows, Held(codes, scale, shape, block), ends, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        shape, block, ends, transposed = ctx.told
+        held = Held(*ctx.saved_tensors, shape, block)
+        (gradient,) = gradients
+        wanted = ctx.needs_input_grad[0]
+        return (_multiplied(gradient, held, ends, not transposed) if wanted else None, *(None,) * 6)
+
+
+def _multiplied(rows: Tensor, held: Held, ends: Sequence[int], transposed: bool) -> Tensor:
+    """rows (S, n) times each expert's matrix, which is (n, m) if `transposed`, else (m, n)."""
+    experts, *sides = held.shape
+    result = rows.new_empty(len(rows), sides[1] if transposed else sides[0])
+    at_once = max(1, result.numel() // math.prod(sides))
+    counts = [end - begin for begin, end in itertools.pairwise((0, *ends))]
+    shares, results = rows.split(counts), result.split(counts)
+    for first in range(0, experts, at_once):
+        last = min(first + at_once, experts)
+        if not any(counts[first:last]):
+            continue
+        wide = held.wide(first, last, rows.dtype)
+        for each, matrix in enumerate((wide if transposed else wide.mT).unbind(), first):
+            if counts[each]:
+                torch.mm(shares[each], matrix, out=results[each])
+        del wide, matrix
+    return result

@@ -1,0 +1,160 @@
+"""Fused experts in few bits: the weights that they stand for, the peak, whoever the tokens go to, and plans."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+
+from command_line import tightfit
+from tightfit import TokenBatch, estimate, plan, verify
+from tightfit.memory.allocator import scales_of, storage_bytes
+from tightfit.models.adapters import add_adapter
+from tightfit.ops.weights.experts import LowBitExperts
+from tightfit.ops.weights.low_bit import at_full_width, count_weights, freeze_in_low_bits
+from tightfit.step import StepSettings
+from tightfit.training.config import AdapterConfig
+from tiny import allocator_peak
+
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128, "num_experts_per_tok": 2,
+}  # fmt: skip
+KINDS = ["int8", "fp8", "nf4"]
+
+
+def qwen():
+    config = transformers.Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=8)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss():  # transposed, with biases, and a gate of its own
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SHAPE, num_local_experts=4))
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SHAPE, num_local_experts=4))
+
+
+MODELS = [qwen, gpt_oss, mixtral]
+
+
+def made(model, seed=0):
+    torch.manual_seed(seed)
+    return model().train()
+
+
+def adapted(model, base, **keys):
+    found = add_adapter(made(model), AdapterConfig(base=base, r=4, **keys)).train()
+    torch.manual_seed(2)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return found
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_experts_compute_with_the_weights_that_their_codes_stand_for(model, kind):
+    low = made(model)
+    freeze_in_low_bits(low, kind)
+    wide = at_full_width(copy.deepcopy(low))
+    assert any(isinstance(module, LowBitExperts) for module in low.modules())
+    assert not any(isinstance(module, LowBitExperts) for module in wide.modules())
+    ids = torch.randint(0, 300, (2, 40))
+    embedded = low.get_input_embeddings()(ids).detach().requires_grad_()
+    losses = [m(inputs_embeds=embedded, labels=ids, use_cache=False).loss for m in (low, wide)]
+    gradients = [torch.autograd.grad(loss, embedded)[0] for loss in losses]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.parametrize(("kind", "each"), [("int8", 1.0), ("fp8", 1.0), ("nf4", 0.5)])
+def test_they_take_the_bytes_of_their_codes_and_scales(kind, each):
+    experts = made(qwen).model.layers[0].mlp.experts
+    counts = [p.numel() for p in experts.parameters()]
+    rows = 8 * (64 + 64)
+    freeze_in_low_bits(holder := torch.nn.ModuleDict({"experts": experts, "linear": torch.nn.Linear(64, 64)}), kind)
+    held = list(holder["experts"].parameters())
+    scales = sum(counts) // 64 if kind == "nf4" else rows
+    table = 2 * 16 if kind == "nf4" else 0  # of NormalFloat's values, for each weight
+    assert storage_bytes([*held, *(s for p in held for s in scales_of(p))]) == each * sum(counts) + 4 * (scales + table)
+    if kind == "nf4":
+        assert count_weights(holder["experts"]) == sum(counts)
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_predicted_peak_is_the_allocators(model, kind, precision):
+    adapters, batch = adapted(model, kind), TokenBatch(2, 48, 300).tensors()
+    found = estimate(adapters, batch, precision=precision)
+    measured = allocator_peak(adapters, batch, settings=StepSettings(precision))
+    assert found.peak_bytes == pytest.approx(measured, rel=1e-3)
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_a_plan_of_adapters_beside_them_changes_no_bit(kind):
+    adapters, batch = adapted(qwen, kind), TokenBatch(4, 48, 300).tensors()
+    found = plan(adapters, batch, "0.7x", levers="exact")
+    assert verify(adapters, batch, found).ok
+    with found.apply(adapters):
+        assert allocator_peak(adapters, batch) == pytest.approx(found.peak_bytes, rel=1e-3)
+    assert found.peak_bytes <= found.budget_bytes
+
+
+@pytest.mark.keeps("experts-few-bits")
+def test_the_peak_is_the_same_whoever_the_tokens_go_to():
+    adapters, batch = adapted(qwen, "int8"), TokenBatch(2, 48, 300).tensors()
+    balanced = allocator_peak(adapters, batch)
+    for layer in adapters.base_model.model.model.layers:
+        layer.mlp.gate.weight.data[2:].zero_()  # ties go to the first
+        layer.mlp.gate.weight.data[:2] = 0
+    assert allocator_peak(adapters, batch) == balanced
+
+
+@pytest.mark.parametrize("layers", [None, "all-linear"])
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_on_them_are_on_linear_layers_alone(model, layers):
+    adapters = adapted(model, "nf4", target_modules=layers)
+    adapted_to = {
+        path.split(".lora_")[0].rpartition(".")[2] for path, _ in adapters.named_parameters() if "lora_" in path
+    }
+    assert adapted_to <= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert adapted_to
+
+
+@pytest.mark.keeps("base-not-quantised-said")
+def test_an_estimate_says_what_a_base_in_few_bits_does_not_reach():
+    adapters, batch = adapted(qwen, "nf4"), TokenBatch(2, 16, 300)
+    found = estimate(adapters, batch, device="rtx4090")
+    frozen = [p for p in adapters.parameters() if not p.requires_grad]
+    assert found.base_bytes == storage_bytes([*frozen, *(s for p in frozen for s in scales_of(p))])
+    assert found.not_quantised["model.embed_tokens"] == 300 * 64 * 4
+    assert found.not_quantised["model.layers.*.mlp.gate"] == 3 * 8 * 64 * 4
+    assert not any("experts" in name or "proj" in name for name in found.not_quantised)
+    assert "model.embed_tokens 75.00 KiB" in " ".join(str(found).partition("Peak")[0].split())
+    assert "Adapters are on k_proj, o_proj, q_proj, v_proj." in str(found)
+
+
+def test_a_base_of_one_width_has_nothing_to_say():
+    found = estimate(adapted(mixtral, "bf16"), TokenBatch(2, 16, 300), device="rtx4090")
+    assert found.base_bytes
+    assert found.not_quantised == {}
+    assert estimate(made(mixtral), TokenBatch(2, 16, 300), device="rtx4090").base_bytes == 0
+
+
+@pytest.mark.slow  # 48 layers of 128 experts
+@pytest.mark.keeps("experts-few-bits")
+def test_a_30b_of_experts_takes_at_most_20_gb_in_four_bits():
+    asked = ("--model", "qwen3-30b-a3b", "--adapter", "r=16,alpha=32", "--base", "nf4")
+    found = json.loads(tightfit("estimate", *asked, "--device", "h100", "--seq-len", 128, "--json").out)
+    assert found["by_category"]["parameters"] <= 20e9
+    assert found["base_bytes"] > 18e9
+    assert max(found["not_quantised"], key=found["not_quantised"].get) in ("model.embed_tokens", "lm_head")
