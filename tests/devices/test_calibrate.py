@@ -127,3 +127,22 @@ def test_a_calibration_gives_finite_figures_and_leaves_the_users_generator_alone
     spec.to_json(tmp_path / "spec.json")
     assert module.DeviceSpec.from_json(tmp_path / "spec.json") == spec
     assert {key.partition("/")[0] for key in spec.streams} == {str(family) for family in STREAM_UNITS}
+
+
+def test_where_launches_hide_behind_work_no_product_is_faster_than_the_fastest_that_was_seen():
+    """An H200: 800 TFLOP/s in bf16, and a host that takes 15 microseconds for a launch."""
+
+    def taken(case: ProductCase) -> float:
+        return max(15e-6, 4e-6 + 2 * case.rows * case.columns * case.inner / 800e12)
+
+    cases = [case for case in product_cases("cuda") if case.kind == "nt" and case.dtype == torch.bfloat16]
+    larger = ProductCase("nt", torch.bfloat16, 1, 8192, 128_256, 4096)
+    terms = (larger.rows * larger.columns * larger.inner, larger.rows * larger.columns,
+             larger.rows * larger.inner, larger.columns * larger.inner, 1)  # fmt: skip
+
+    def predicted(**how: bool) -> float:
+        coefficients = fit_product(cases, [taken(case) for case in cases], **how)
+        return sum(c * term for c, term in zip(coefficients, terms, strict=True))
+
+    assert predicted(launched=True) == pytest.approx(taken(larger), rel=0.05)
+    assert predicted() < 0.9 * taken(larger)

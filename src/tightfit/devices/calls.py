@@ -126,6 +126,7 @@ _SHORT_SIDES = ((32, 32, 32), (256, 256, 64), (256, 64, 256), (64, 256, 256))  #
 _BATCHES = ((8, 32, 32, 32), (16, 256, 256, 64), (16, 256, 64, 256), (4, 512, 512, 64), (4, 512, 512, 256),
             (4, 128, 512, 256))  # fmt: skip
 _ON_CUDA = 4  # factor of every side
+_LARGE_ON_CUDA = ((8192, 8192, 4096), (16384, 4096, 2048))  # as in the blocks of large models: a card's full rate
 
 
 def product_cases(kind: Kind) -> Iterator[ProductCase]:
@@ -135,6 +136,8 @@ def product_cases(kind: Kind) -> Iterator[ProductCase]:
         for layout in ("nn", "nt", "tn", "tt"):
             for rows, columns, inner in sides:
                 yield ProductCase(layout, dtype, 1, rows * scale, columns * scale, inner * scale)
+            for rows, columns, inner in _LARGE_ON_CUDA if kind == "cuda" else ():
+                yield ProductCase(layout, dtype, 1, rows, columns, inner)
         if dtype in (torch.float32, *HALVES[kind]):
             for batch, rows, columns, inner in _BATCHES:
                 yield ProductCase("batched", dtype, batch, rows * scale, columns * scale, inner)
