@@ -1,5 +1,6 @@
 """`--adapter` and `--base`: the keys of `model.adapter` as one option. No torch here."""
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,13 @@ BASES = ("fp32", "bf16", "int8", "fp8", "nf4")
 def adapter_setting(text: str, base: str | None) -> str:
     """The option as the value of `model.adapter`, in YAML. Raises `InputError`.
 
-    The text is `default`, or keys of the section with commas between: `r=16,alpha=32,target_modules=q_proj+v_proj`.
+    The text is `default`, a JSON file with a `PeftConfig`, or keys of the section with commas between:
+    `r=16,alpha=32,target_modules=q_proj+v_proj`.
     """
     given: dict[str, str] = {}
-    for item in () if text == DEFAULT else (part.strip() for part in text.split(",")):
+    if text.endswith(".json"):
+        given["config"] = json.dumps(text)
+    for item in () if text == DEFAULT or given else (part.strip() for part in text.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key or not value:
             raise InputError(

@@ -97,7 +97,7 @@ Adapter = Annotated[
     typer.Option(
         metavar="KEY=VALUE,...",
         help="Train low-rank adapters (LoRA) alone: keys of model.adapter with commas "
-        "between, such as r=16,alpha=32 or target_modules=q_proj+v_proj; or default.",
+        "between, such as r=16,alpha=32 or target_modules=q_proj+v_proj; or default; or FILE.json with any PeftConfig.",
         rich_help_panel=THE_MODEL,
     ),
 ]

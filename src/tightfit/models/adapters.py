@@ -1,10 +1,13 @@
 """Low-rank adapters (LoRA, Hu et al. 2021) through `peft`: put on a model, and written and read in its own format."""
 
+import difflib
 import importlib
+import json
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,28 +31,64 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     """The model under a `peft.PeftModel` whose adapters alone are trained; the weights below are frozen, and in few
     bits where the configuration says so.
 
-    What an adapter adds is zero at first. Without `target_modules` the layers are those of `usual_layers`. Raises
-    `ModelError` where the model has none of the layers that are named, or a package is missing.
+    What a low-rank adapter adds is zero at first. Without `target_modules` the layers are those of `usual_layers`.
+    Raises `ModelError` where the model has none of the layers that are named, a file holds no adapters of `peft`, or a
+    package is missing.
     """
     peft = _peft()
-    targets = usual_layers(model) if config.target_modules is None else config.target_modules
+    adapter = _from_file(config.config, model) if config.config is not None else _lora(model, config)
     if config.base in FEW_BITS:
-        if targets == ALL_LINEAR and fused_experts(model):  # which peft cannot adapt in few bits
-            targets = linear_names(model)
+        if adapter.target_modules == ALL_LINEAR and fused_experts(model):  # which peft cannot adapt in few bits
+            adapter.target_modules = set(linear_names(model))
         freeze_in_low_bits(model, config.base)
-    task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"
-    lora = peft.LoraConfig(
-        task_type=task if hasattr(model, "prepare_inputs_for_generation") else None,
+    try:
+        with _no_idle_warnings():
+            return peft.get_peft_model(model, adapter)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a model without a model_type is looked up
+        raise ModelError(f"model.adapter: {_reason(str(error), model)}") from error
+
+
+def _lora(model: nn.Module, config: AdapterConfig) -> Any:
+    """The `LoraConfig` that the section stands for."""
+    targets = usual_layers(model) if config.target_modules is None else config.target_modules
+    return _peft().LoraConfig(
+        task_type=_task(model),
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=list(targets) if isinstance(targets, tuple) else targets,
     )
+
+
+def _task(model: nn.Module) -> str | None:
+    """The task by which peft chooses its wrapper of a model."""
+    task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"
+    return task if hasattr(model, "prepare_inputs_for_generation") else None
+
+
+def _from_file(path: str, model: nn.Module) -> Any:
+    """The `PeftConfig` in a JSON file. Without `peft_type` it is a LoRA's; it is there to be trained. Raises
+    `ModelError`.
+    """
     try:
-        with _no_idle_warnings():
-            return peft.get_peft_model(model, lora)
-    except (ValueError, KeyError) as error:  # a model without a model_type is looked up all the same
-        raise ModelError(f"model.adapter: {_reason(str(error), model)}") from error
+        given = json.loads(Path(path).read_text("utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError("it holds no mapping of keys")
+        given = {"peft_type": "LORA", "task_type": _task(model), **given, "inference_mode": False}
+        known = _peft().mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(given["peft_type"])
+        if known is None:
+            raise ValueError(f"peft has no adapters of peft_type {given['peft_type']}")
+        unknown = sorted(given.keys() - {field.name for field in fields(known)})
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], [field.name for field in fields(known)], n=1)
+            raise ValueError(f"{known.__name__} has no {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
+        made = known(**given)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"model.adapter.config {path}: {' '.join(str(error).split())}") from error
+    if hasattr(made, "target_modules") and made.target_modules is None and given["peft_type"] == "LORA":
+        targets = usual_layers(model)
+        made.target_modules = set(targets) if isinstance(targets, tuple) else targets
+    return made
 
 
 def usual_layers(model: nn.Module) -> str | tuple[str, ...] | None:

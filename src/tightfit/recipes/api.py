@@ -263,7 +263,7 @@ def _batch(model: nn.Module) -> TokenBatch:
 def _with_usual_layers(wanted: Wanted, model: nn.Module) -> Wanted:
     """With the layers named that adapters go on, where peft knows none for the model, so that every text names them."""
     adapter = wanted.adapter or ADAPTER
-    if adapter.target_modules is not None:
+    if adapter.target_modules is not None or adapter.config is not None:
         return wanted
     return replace(wanted, adapter=adapter.model_copy(update={"target_modules": usual_layers(model)}))
 

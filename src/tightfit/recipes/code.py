@@ -322,9 +322,12 @@ def _model(recipe: Recipe, moved: bool) -> str:
         "tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
         f"model = AutoModelForCausalLM.from_pretrained(options.model, dtype={DTYPES[base]})",
     ]
-    if adapter is not None:
-        if adapter.base in FEW_BITS:
-            lines.append(f'freeze_in_low_bits(model, "{adapter.base}")')
+    if adapter is not None and adapter.base in FEW_BITS:
+        lines.append(f'freeze_in_low_bits(model, "{adapter.base}")')
+    if adapter is not None and adapter.config is not None:
+        keys = f"peft.PeftConfig.from_json_file({_quoted(adapter.config)})"
+        lines.append(f"model = peft.get_peft_model(model, peft.PeftConfig.from_peft_type(**{keys}))")
+    elif adapter is not None:
         named = adapter.target_modules
         targets = "None" if named is None else f'"{named}"' if isinstance(named, str) else _list(named)
         lines += [

@@ -82,7 +82,7 @@ def optimizer_statements(recipe: Recipe) -> list[str]:
 
 
 def _adapters(config: AdapterConfig) -> list[str]:
-    if config.base in ("fp32", "bf16"):
+    if config.base in ("fp32", "bf16") and config.config is None:
         targets = "None" if config.target_modules is None else _literal(config.target_modules)
         lora = f"peft.LoraConfig(r={config.r}, lora_alpha={config.alpha:g}, target_modules={targets})"
         return ["import peft", f"model = peft.get_peft_model(model, {lora})"]
@@ -161,7 +161,7 @@ def flags_for(before: Recipe, after: Recipe) -> list[str]:
     if after.adapter is not None and after.adapter != before.adapter:
         settings = _of_adapter(after.adapter)
         base = settings.pop("base", None)
-        named = ",".join(f"{name}={_flag(value)}" for name, value in settings.items())
+        named = settings.pop("config", None) or ",".join(f"{name}={_flag(value)}" for name, value in settings.items())
         flags += [f"--adapter {named or 'default'}", *([f"--base {base}"] if base else [])]
     elif after.dtype != before.dtype:
         flags.append(f"--dtype {after.dtype}")

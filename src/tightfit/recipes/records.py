@@ -40,7 +40,9 @@ class Recipe:
     @property
     def trains(self) -> str:
         """The trained weights in words: `all`, or `LoRA r 16`."""
-        return "all" if self.adapter is None else f"LoRA r {self.adapter.r}"
+        if self.adapter is None:
+            return "all"
+        return f"LoRA r {self.adapter.r}" if self.adapter.config is None else f"adapters of {self.adapter.config}"
 
     @property
     def weights(self) -> str:

@@ -116,8 +116,12 @@ def _readable_size(size: int | str | None) -> int | str | None:
 
 
 class AdapterConfig(Section):
-    """Low-rank adapters (LoRA) on linear layers. Only they are trained; the model is frozen. Needs weights."""
+    """Low-rank adapters (LoRA) on linear layers, or any other adapters of `peft`. Only they are trained; the model is
+    frozen. Needs weights."""
 
+    config: Annotated[str, Field(min_length=1)] | None = None
+    """A JSON file with a `PeftConfig` (`LoraConfig(...).save_pretrained` writes it as adapter_config.json): DoRA, VeRA,
+    IA3, AdaLoRA, OFT, prompts and prefixes, `modules_to_save`, ... In the place of all keys here but `base`."""
     r: Count = 8
     """Rank of the two matrices that are added to a layer."""
     alpha: Positive = 16.0
@@ -131,6 +135,14 @@ class AdapterConfig(Section):
     """Storage of the frozen weights: all in fp32, or all in bf16; or those of linear layers, except the head, and of
     fused experts in 8 bits (int8, or fp8 as storage) with a scale per row, or in 4-bit NormalFloat with a scale per 64
     weights (bitsandbytes; Dettmers et al. 2023), and the others in `model.dtype`."""
+
+    @model_validator(mode="after")
+    def _said_once(self) -> Self:
+        beside = sorted(self.model_fields_set - {"config", "base"})
+        default = [key for key in beside if getattr(self, key) != type(self).model_fields[key].default]
+        if self.config is not None and default:
+            raise ValueError(f"config {self.config} and {default[0]} are both set: write {default[0]} in that file")
+        return self
 
 
 class PretrainedModel(Section):
