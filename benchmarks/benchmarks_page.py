@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accuracy_page import RESULTS, ROOT, Record, rows, where
+from accuracy_page import RESULTS, ROOT, Record, gpu_page, rows, where
 from benchmark_targets import NO_CARD, Found, is_ours, targets
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -29,6 +29,7 @@ no graphics card: cells that need one are empty and say so. [accuracy.md](accura
 
 # The files, and how each is made anew
 COMMANDS = {
+    "gpu_equal_memory": "python -m benchmarks.gpu.equal_memory --output benchmarks/results/gpu_equal_memory.json",
     "equal_memory": "python benchmarks/equal_memory.py --output benchmarks/results/equal_memory.json",
     "peers": "python benchmarks/peers.py --output benchmarks/results/peers.json",
     "estimators": "python benchmarks/estimators.py --output benchmarks/results/estimators.json",
@@ -418,6 +419,7 @@ def shown(value: float | None) -> str:
 
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "equal_memory": equal_memory,
+    "gpu_equal_memory": gpu_page.equal_memory_on_a_card,
     "peers": every_peer,
     "estimators": estimators,
     "ablation": ablation,
