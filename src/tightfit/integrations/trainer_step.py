@@ -11,6 +11,7 @@ from tightfit.errors import InputError
 from tightfit.integrations.batches import worst_batches
 from tightfit.integrations.model_ranks import ALONE, ModelRanks
 from tightfit.integrations.planning import GuestStep
+from tightfit.integrations.rollouts import generates, rollout_batches
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
 from tightfit.step import AUTOCAST_DTYPES, Batch
 from tightfit.tracing.restore import Contents
@@ -63,15 +64,17 @@ def adds_up(trainer: "Trainer", items: Any) -> bool:
 
 def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> list[Batch]:
     """The worst batches of the trainer's data set, collated and prepared by the trainer."""
+    if generates(trainer):
+        return rollout_batches(trainer, loader.dataset, max_length)
     size = trainer.state.train_batch_size or trainer.args.train_batch_size
 
     def collate(samples: list[Any]) -> Batch:
         batch = loader.collate_fn(samples)
-        if not isinstance(batch, Mapping):  # of `GRPOTrainer` and `RLOOTrainer`, which generate what they learn
+        if not isinstance(batch, Mapping):
             raise InputError(
                 f"the batches of {type(trainer).__name__} are a {type(batch).__name__} of rows, and its step makes the "
-                "tensors from what the model generates: no plan can be made before that: plan the model on a batch "
-                "of such tensors (tightfit.plan), apply the plan (plan.apply(model)) and leave MemoryBudget out"
+                "tensors itself: no plan can be made before that: plan the model on a batch of such tensors "
+                "(tightfit.plan), apply the plan (plan.apply(model)) and leave MemoryBudget out"
             )
         return trainer._prepare_inputs(dict(batch))
 
@@ -85,6 +88,8 @@ def trainer_step(
     """The next step of the trainer, with its accumulation, precision, optimizer, clipping and ranks."""
     args = trainer.args
     accumulated = args.gradient_accumulation_steps
+    # The trainer's loop sets it when an update begins, and some losses (trl's) read it.
+    vars(trainer).setdefault("current_gradient_accumulation_steps", accumulated)
     # Ranks add their counts up, which NCCL does on cards only.
     _, items = trainer.get_batch_samples(iter([dict(batch)] * accumulated), accumulated, args.device)
     items = items.cpu() if isinstance(items, torch.Tensor) else items
