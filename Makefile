@@ -71,7 +71,7 @@ test-beside-card: $(CARD_READY)
 # On CUDA's path, without a card: no card, driver or toolkit is needed; Linux and a C compiler are. Tests with true values
 # leave numbers in memory, which operators without them would read as counts: they run in processes of their own.
 # The last two lines: work of streams that nobody waits for happens late.
-WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py null_card.py operators.py captured_bytes.py)
+WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py null_card.py operators.py captured_bytes.py stream_bytes.py)
 IN_EVERY_ORDER := $(addprefix tests/card/test_,exact_on_card.py late.py stream_on_card.py)
 test-card: $(CARD_READY)
 	$(ON_CARD) -- $(CARD_BIN)/python -m pytest $(WITHOUT_VALUES) $(CARD_TESTS)

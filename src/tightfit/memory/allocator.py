@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_ELSEWHERE = "_tightfit_elsewhere"  # of a storage that maps a file
 # Kineto, on which the profiler is built, reads this variable on first use. Below this level it writes lines to stderr
 # whenever a profile starts or stops. Its highest level is 5 (USDT).
 _KINETO_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "6"
@@ -36,9 +37,16 @@ def measured_peak(step: Callable[[], Any], resident: Iterable[Tensor]) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages. Each storage counts once."""
+    """Bytes of the tensors' storages. Each storage counts once, and those of streamed weights in a file do not."""
     storages = [part.untyped_storage() for tensor in tensors for part in memory_of(tensor)]
+    storages = [storage for storage in storages if not storage.__dict__.get(_ELSEWHERE)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def elsewhere(tensor: Tensor) -> Tensor:
+    """Note that a tensor's storage is in no memory of the device, and return the tensor."""
+    tensor.untyped_storage().__dict__[_ELSEWHERE] = True
+    return tensor
 
 
 def memory_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from tightfit.levers.handle import Applied
 from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_samples, split_batch
 from tightfit.levers.offload import HostStore, OffloadSettings, positive_bytes
 from tightfit.levers.recompute import Policy
+from tightfit.levers.stream import rings_on
 from tightfit.memory.disk import disk_rates
 from tightfit.names import optimizer_in_words
 from tightfit.optim.by_name import optimizer_over
@@ -52,7 +53,7 @@ from tightfit.ranks.processes.launch import launched
 from tightfit.ranks.world import Sharding, Shards, World, communicator_bytes, world_of
 from tightfit.runtime.internals import default_group, process_group_exists
 from tightfit.step import Batch, Loss, Optimizer, Part, Step, StepSettings, model_loss
-from tightfit.tracing.copies import AWAY, BACK, TO_DEVICE, TO_HOST
+from tightfit.tracing.copies import AWAY, BACK, STREAM, TO_DEVICE, TO_HOST
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.replay import fits_device
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
@@ -242,7 +243,7 @@ class Request:
         if self.world is not None:
             price = with_messages(price, self.device, self.world)
         rates = copy_rates(self.device)
-        if rates is None and "offload" not in self.levers:
+        if rates is None and not self._copies:
             return price  # the rates of the disk are measured on first use, which takes time
         if rates is None:
             disk = disk_rates(self.offload.folder)
@@ -252,11 +253,16 @@ class Request:
         def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
             if name in (AWAY, TO_HOST):
                 return inputs[0].bytes / away
-            if name in (BACK, TO_DEVICE):
+            if name in (BACK, TO_DEVICE, STREAM):
                 return inputs[0].bytes / back
             return price(name, inputs, outputs, arguments)
 
         return priced
+
+    @property
+    def _copies(self) -> bool:
+        """True if a step may copy to a folder or back."""
+        return not self.levers.isdisjoint(("offload", "stream")) or bool(rings_on(self.model))
 
     @property
     def executor(self) -> ExecutorCost:

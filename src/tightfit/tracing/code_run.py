@@ -28,7 +28,6 @@ from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.operators import Traits
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.compiled_code import compiled_code_played
-from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
@@ -48,6 +47,7 @@ from tightfit.tracing.recording import OperatorCost, no_cost
 from tightfit.tracing.restore import Contents, generators_restored
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import filling_off, record
+from tightfit.tracing.streams import moves_played
 from tightfit.tracing.twin import memory_given
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
@@ -198,7 +198,7 @@ def code_run_dry(
                 filling_off(),
                 reads_answered(dry),
                 random_states_counted(dry),
-                copies_played(dry),
+                moves_played(dry),
                 compiled_code_played(dry),
             ):
                 yield dry

@@ -23,17 +23,21 @@ from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.unbacked import is_unbacked
 
 AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as operators of a trace
+STREAM = "tightfit.stream"  # copies of streamed weights to the device
 TO_HOST, TO_DEVICE = "tightfit.to_host", "tightfit.to_device"  # copies of weights and gradients
 
 
 @contextmanager
-def copies_played(dry: DryRun) -> Iterator[None]:
-    """A context in which offload copies nothing large, and the trace records the time of each copy."""
+def copies_played(dry: DryRun) -> "Iterator[Clock | None]":
+    """A context in which offload copies nothing large, and the trace records the time of each copy.
+
+    Its value is the clock of copies that run in parallel with the computation; None on a CPU.
+    """
     clock = Clock(dry) if simulation.of_cuda else None
     players.copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
     played.link = None if clock is None else PlayedLink(dry, clock)
     try:
-        yield
+        yield clock
     finally:
         players.copy = played.link = None
 

@@ -17,7 +17,6 @@ from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.simulation import simulation
 from tightfit.step import Loss, Part, StepSettings, adding_up, let_go, modules_beside, stepped, update
 from tightfit.tracing.compiled_code import compiled_code_played
-from tightfit.tracing.copies import copies_played
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
@@ -39,6 +38,7 @@ from tightfit.tracing.resizing import resizes_followed
 from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.rules import Routing
 from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.streams import moves_played
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
 
@@ -359,7 +359,7 @@ def _dry(
                 _watching_saves(ledger),
                 reads_answered(dry),
                 random_states_counted(dry),
-                copies_played(dry),
+                moves_played(dry, model),
                 compiled_code_played(dry),
                 nullcontext() if rank is None else resizes_followed(dry),
                 nullcontext() if rank is None else rank.playing(),

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,19 @@ class AppliedStream(Applied):
 def ring_of(applied: Applied) -> Ring:
     assert isinstance(applied, AppliedStream), "made by `install_streams`"
     return applied.ring
+
+
+def rings_on(model: nn.Module) -> list[Ring]:
+    """The rings of a model's streamed blocks."""
+    found = (forward for module in model.modules() for forward in _chain(module.__dict__.get("forward")))
+    return list({id(each.ring): each.ring for each in found if isinstance(each, StreamedForward)}.values())
+
+
+def _chain(forward: Any) -> Iterator[FrugalForward]:
+    """The forwards of levers on one module, the outermost first."""
+    while isinstance(forward, FrugalForward):
+        yield forward
+        forward = forward.previous
 
 
 def install_streams(
@@ -234,11 +247,8 @@ class StreamedForward(FrugalForward):
                 f"{self.path} is streamed, and a weight of it that was frozen is trained now: undo() the stream first"
             )
         back = backward_is_running()  # a checkpoint runs the block again
-        self.ring.enter(self.place, back=back, again=not torch.is_grad_enabled())
-        try:
+        with self.ring.running(self.place, back=back, again=not torch.is_grad_enabled()):
             outputs = self._observed(*args, **kwargs)
-        finally:
-            self.ring.leave(self.place)
         if torch.is_grad_enabled():
             # Code that keeps weights without autograd's saved tensors (bitsandbytes) needs them in backward too. The
             # hook holds the ring, which may outlive the model like the graph.

@@ -8,7 +8,8 @@ comes back, as FSDP2 does with gathered parameters: a saved weight keeps no memo
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +97,12 @@ class Block:
         self.arrival: Any = None  # a copy that nothing has waited for
         self.brought: Any = None  # the last copy
 
+    def sizes(self) -> list[tuple[torch.Tensor, int]]:
+        """A tensor over each storage, and the bytes that it takes on the device."""
+        if self.weights is not None:
+            return [(weight.places[0].tensor, weight.nbytes) for weight in self.weights]
+        return [(tensors[0], tensors[0].untyped_storage().nbytes()) for tensors in self.groups()]
+
     def groups(self) -> list[list[torch.Tensor]]:
         """The tensors by storage."""
         found: dict[int, list[torch.Tensor]] = {}
@@ -135,31 +142,32 @@ class Ring:
     def room(self, *, on_cuda: bool) -> int:
         return self.ahead + 1 if on_cuda else 1
 
-    def use(self, number: int, *, back: bool, again: bool = False) -> None:
-        """Have a block's weights on the device, for everything computed from here on."""
-        if players.weights is not None:
-            players.weights.window_of(self).use(number, back=back, again=again)
-            return
-        window = self.window
+    def use(self, number: int, *, back: bool) -> None:
+        """Have a block's weights on the device, for everything that backward computes from here on."""
+        window = self.window if players.weights is None else self._present_window()
         if window is not None and window.current == number:
             return
         with self.lock:
             if number in self.blocks:
-                self.settled().use(number, back=back, again=again)
+                self._present_window().use(number, back=back)
 
-    def enter(self, number: int, *, back: bool, again: bool) -> None:
-        """The forward of a block begins."""
-        if players.weights is None:
-            with self.lock:
+    @contextmanager
+    def running(self, number: int, *, back: bool, again: bool) -> Iterator[None]:
+        """A context for the forward of a block, whose weights are on the device."""
+        with self.lock:
+            if players.weights is None:
                 self._settle_again(number)
-                self.settled().running[number] += 1
-        self.use(number, back=back, again=again)
-
-    def leave(self, number: int) -> None:
-        """The forward of a block has ended."""
-        if players.weights is None and self.window is not None:
+            window = self._present_window()
+            window.running[number] += 1
+            window.use(number, back=back, again=again)
+        try:
+            yield
+        finally:
             with self.lock:
-                self.window.running[number] -= 1
+                window.running[number] -= 1
+
+    def _present_window(self) -> Window:
+        return self.settled() if players.weights is None else players.weights.window_of(self)
 
     # Moves
 
@@ -243,6 +251,14 @@ class Ring:
 
     def announce(self, number: int) -> None:
         self.tier.soon([weight.kept for weight in self.blocks[number].weights or ()])
+
+    def empty(self) -> None:
+        """Have all blocks leave the device until they are used."""
+        with self.lock:
+            for number in sorted(self.settled().here):
+                self.drop(number)
+            self.settled().here.clear()
+            self.settled().current = -1
 
     def release(self, number: int) -> None:
         """Have a block's weights on the device for good."""

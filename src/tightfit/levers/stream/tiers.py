@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from tightfit.errors import LeverError
 from tightfit.levers.activity import offload
 from tightfit.levers.offload.transfers import IN
+from tightfit.memory.allocator import elsewhere
 from tightfit.memory.disk import ByteRange, DiskStore
 from tightfit.memory.pinned import PinnedStore
 from tightfit.runtime.streams import CudaStreams
@@ -68,7 +70,7 @@ class FileTier:
             )
         kept = ByteRange(extent.start, count)
         self._store.write(kept, content.data_ptr())
-        return InFile(kept, torch.frombuffer(self._store.mapped(extent), dtype=torch.uint8)[:count])
+        return InFile(kept, elsewhere(torch.frombuffer(self._store.mapped(extent), dtype=torch.uint8))[:count])
 
     def bring(self, targets: Sequence[tuple[torch.UntypedStorage, Any]]) -> None:
         for storage, kept in targets:
@@ -92,15 +94,17 @@ class PinnedTier:
 
     def __init__(self, device: torch.device):
         self._store, self._streams = PinnedStore(), CudaStreams(device)
+        self._store.budget_bytes = psutil.virtual_memory().available
         self._lane = self._streams.new()
 
     def keep(self, content: torch.UntypedStorage) -> Any:
+        if content.device.type == "cpu":
+            self._store.budget_bytes += content.nbytes()  # the memory in which the weights are now becomes free
         buffer = self._store.allocate(content.nbytes())
         if buffer is None:
             raise LeverError(
                 f"stream: {format_bytes(content.nbytes())} of weights have no room in host memory beside "
-                f"{format_bytes(self._store.used_bytes)} that are there: a half of the free memory may be pinned: "
-                "stream fewer blocks"
+                f"{format_bytes(self._store.used_bytes)} that are there: free host memory, or stream fewer blocks"
             )
         with offload():
             buffer.storage.copy_(content, non_blocking=False)

@@ -1,0 +1,51 @@
+"""Streamed blocks on a card take the bytes that a dry run predicts."""
+
+import gc
+
+import pytest
+import torch
+from test_stream import KINDS, built, loss
+
+import tightfit
+
+pytestmark = pytest.mark.usefixtures("growing_segments")
+
+
+@pytest.fixture
+def growing_segments(monkeypatch):
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    yield
+    gc.collect()
+    gc.collect()  # storages that Python holds in cycles go in a second pass
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def of_batch(model, batch):
+    return loss(model, batch["x"])
+
+
+@pytest.mark.parametrize("beside", ["alone", "recompute", "offload"])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_streamed_blocks_take_the_predicted_bytes(kind, ahead, beside):
+    model, x = built(kind)
+    batch = {"x": x.detach().cuda()}
+    if beside == "recompute":
+        tightfit.recompute(model, "layers.*")
+    if beside == "offload":
+        tightfit.offload(model, "layers.*", smallest=1)
+    tightfit.stream(model, "layers.*", ahead=ahead, device="cuda")
+    predicted = tightfit.estimate(model, batch, loss=of_batch, optimizer="adamw", device="cuda").peak_bytes
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for _ in range(3):
+        gc.collect()  # tensors in cycles of earlier runs would count
+        torch.cuda.reset_peak_memory_stats()
+        of_batch(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() == predicted
+    tightfit.undo(model)
