@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from test_stream import KINDS, built, loss
 
 import tightfit
+from adapted_blocks import KINDS, built, of_batch
 
 pytestmark = pytest.mark.usefixtures("growing_segments")
 
@@ -22,10 +22,6 @@ def growing_segments(monkeypatch):
     gc.collect()  # storages that Python holds in cycles go in a second pass
     torch.cuda.empty_cache()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-
-
-def of_batch(model, batch):
-    return loss(model, batch["x"])
 
 
 @pytest.mark.parametrize("beside", ["alone", "recompute", "offload"])

@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 from test_exact_on_card import ON_CARDS
-from test_stream import KINDS, built, loss
 from test_stream_traps import build
 from trap_cases import CASES
 from trap_streams import STREAMS, has_frozen
 
 import tightfit
+from adapted_blocks import KINDS, built, loss
 from exactness import assert_bit_equal, run
 from tightfit.levers.stream import lever
 from tightfit.runtime.streams import CudaStreams

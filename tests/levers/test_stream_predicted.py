@@ -2,11 +2,16 @@
 
 import pytest
 import torch
-from test_stream import KINDS, built, loss, streamed
 
 import tightfit
+from adapted_blocks import KINDS, built, of_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.training.measure import resident_tensors
+
+
+def streamed(model):
+    return tightfit.stream(model, "layers.*")
+
 
 WAYS = {
     "alone": lambda model: [streamed(model)],
@@ -15,10 +20,6 @@ WAYS = {
     "two of six blocks": lambda model: [tightfit.stream(model, "layers.[24]")],
     "around offload": lambda model: [tightfit.offload(model, "layers.*", smallest=1), streamed(model)],
 }
-
-
-def of_batch(model, batch):
-    return loss(model, batch["x"])
 
 
 def estimated(model, x, device="cpu"):

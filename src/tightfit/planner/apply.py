@@ -13,7 +13,8 @@ from tightfit.levers.offload import HostStore
 from tightfit.levers.recompute import KEEP_ALL, Expected, OperatorKey, Policy, Ran
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.planner.levers import BlockLever, Lever, MicroBatches
+from tightfit.levers.stream import settle
+from tightfit.planner.levers import BlockLever, Lever, MicroBatches, Stream
 from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import BlockChoice, PlannedProgram
 from tightfit.planner.separation import refuse_coupled
@@ -104,7 +105,22 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
     is_there = (plan.room is not None) == any(parameter.is_cuda for parameter in model.parameters())
     programs = plan.programs if is_there else ()
     expected = {path: each for program in programs for path, each in expected_of(program).items()}
-    return AppliedPlan(plan, model, apply_levers(model, policies, levers, joined_paths(plan), offload_store, expected))
+    levers_on = apply_levers(model, policies, levers, joined_paths(plan), offload_store, expected)
+    applied = AppliedPlan(plan, model, levers_on)
+    if plan.lever(Stream) is not None:
+        try:
+            settle(model, card_for(plan, model))
+        except BaseException:  # the host has no room, Ctrl-C
+            applied.undo()
+            raise
+    return applied
+
+
+def card_for(plan: PlanRecord, model: nn.Module) -> torch.device | None:
+    """The card to which a model goes that its plan streams from the host; None where it stays."""
+    if plan.room is None or not torch.cuda.is_available() or any(p.is_cuda for p in model.parameters()):
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def expected_of(program: PlannedProgram) -> dict[str, Expected]:

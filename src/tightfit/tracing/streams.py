@@ -28,6 +28,7 @@ def moves_played(dry: DryRun, model: nn.Module | None = None) -> Iterator[None]:
         try:
             for ring in () if model is None else rings_on(model):
                 players.weights.window_of(ring)
+                dry.ledger.begin_again()  # what is on the host was never in the record
             yield
         finally:
             players.weights = None

@@ -83,13 +83,23 @@ def stream(
         raise LeverError("stream: weights of a CUDA device live in host memory: leave tier out")
     applied = install_streams(model, paths, ahead=ahead, tier=tier, device=where)
     try:
-        ring_of(applied).settled()
-        if device is not None:
-            move_rest(model, ring_of(applied), where)
+        settle(model, None if device is None else where)
     except BaseException:  # a full disk, Ctrl-C: the weights come back
         applied.undo()
         raise
     return applied
+
+
+def settle(model: nn.Module, device: torch.device | None = None) -> None:
+    """Move the weights of streamed blocks to the host now. With a `device`, the blocks run there, and the rest of the
+    model moves there.
+    """
+    for ring in rings_on(model):
+        if device is not None and ring.window is None:
+            ring.device = device
+        ring.settled()
+        if device is not None:
+            move_rest(model, ring, device)
 
 
 class AppliedStream(Applied):
@@ -98,11 +108,6 @@ class AppliedStream(Applied):
     def __init__(self, applied: Applied, ring: Ring):
         super().__init__([applied])
         self.ring = ring
-
-
-def ring_of(applied: Applied) -> Ring:
-    assert isinstance(applied, AppliedStream), "made by `install_streams`"
-    return applied.ring
 
 
 def rings_on(model: nn.Module) -> list[Ring]:

@@ -28,6 +28,7 @@ from tightfit.planner.levers.micro_batch import MicroBatches  # isort: skip
 from tightfit.planner.levers.chunked_loss import ChunkedLoss  # isort: skip
 from tightfit.planner.levers.tile import TiledModules  # isort: skip
 from tightfit.planner.levers.offload import Offload  # isort: skip
+from tightfit.planner.levers.stream import Stream  # isort: skip
 from tightfit.planner.levers.compiled import CompiledBlocks  # isort: skip
 from tightfit.planner.levers.captured import CapturedBlocks  # isort: skip
 from tightfit.planner.levers.combination import Combination  # isort: skip
@@ -51,6 +52,7 @@ __all__ = [
     "Recompute",
     "Role",
     "Separation",
+    "Stream",
     "TiledModules",
     "allowed_levers",
     "find",

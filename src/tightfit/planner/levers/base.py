@@ -43,6 +43,7 @@ class Role(enum.Enum):
     COMBINED = "combined"  # each of its settings is combined with each setting of the others
     WHOLE_BLOCKS = "whole blocks"  # replaces the choices inside blocks; the fastest setting is tried first
     EXECUTION = "execution"  # another way to run what was chosen inside blocks, tried on the fastest plan
+    WEIGHTS = "weights"  # frees the device of weights: tried with the combinations that others leave too large
     LAST = "last"  # tried only if nothing else fits
 
 

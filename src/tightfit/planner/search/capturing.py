@@ -6,7 +6,7 @@ from dataclasses import replace
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.blocks.captured import priced_as_captured, saved_seconds
 from tightfit.planner.blocks.solve import peak, solve
-from tightfit.planner.levers import CapturedBlocks, Role
+from tightfit.planner.levers import CapturedBlocks, Role, Stream
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
@@ -31,6 +31,8 @@ def capture_blocks(search: Search) -> None:
         return
     if search.best is not None and base.combination == search.mixed:
         return  # captured blocks were options beside compiled ones
+    if base.combination.get(Stream) is not None:
+        return  # captured blocks are not streamed
     if any(base.combination.get(kind) for kind in search.of_role(Role.WHOLE_BLOCKS)):
         return  # compiled blocks are the least, and nothing fits: a block is compiled or captured
     if search.best is None and search.budget_bytes < NEARLY * base.needed_bytes:

@@ -16,6 +16,7 @@ from tightfit.planner.search.capturing import capture_blocks
 from tightfit.planner.search.last_resorts import join_segments, try_last_resorts
 from tightfit.planner.search.refusing import cannot_fit
 from tightfit.planner.search.search import Search
+from tightfit.planner.search.streaming import stream_blocks
 from tightfit.planner.search.whole_blocks import compile_blocks
 
 
@@ -29,6 +30,7 @@ def fastest(search: Search) -> Candidate:
     if search.best is None:
         reject_forbidden(search)
         solve_combinations(search)
+        stream_blocks(search)
     elif search.request.compiles:
         solve_below_plain(search)
     capture_blocks(search)

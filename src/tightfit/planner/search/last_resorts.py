@@ -38,7 +38,8 @@ def join_segments(search: Search) -> None:
         return  # a segment recomputes several blocks at once, and FSDP2 has gathered the weights of one
     if search.least.trace.peak_operator.phase is Phase.OPTIMIZER:
         return  # segments lower only forward and backward
-    combination = search.least.combination.without(*search.of_role(Role.WHOLE_BLOCKS), *search.of_role(Role.EXECUTION))
+    roles = (Role.WHOLE_BLOCKS, Role.EXECUTION, Role.WEIGHTS)  # a segment needs several blocks at once
+    combination = search.least.combination.without(*(kind for role in roles for kind in search.of_role(role)))
     for segments in segment_counts(len(search.paths)):
         rule = every_block(search.paths, segments=segments)
         part = search.tracer.part(combination, rule.policies, search.plain, rule.joined)

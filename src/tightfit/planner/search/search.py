@@ -27,7 +27,7 @@ from tightfit.planner.search.candidates import (
 )
 from tightfit.runtime.forked import processes_for, shared_out
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
-from tightfit.tracing.record import StepTrace
+from tightfit.tracing.record import Category, StepTrace
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
 SMALL = 1500  # operators of a step that is traced in no time worth naming
@@ -257,7 +257,7 @@ class Search:
 
         inside = self.of_role(Role.INSIDE_BLOCKS)
         how = {
-            "fixed_bytes": optimizer_peak(self.plain),
+            "fixed_bytes": self.fixed_bytes(part),
             "levers": inside,
             "executor": self.request.executor,
             "beside": self.request.device.kind == "cuda",
@@ -268,8 +268,13 @@ class Search:
 
     def unpriced(self, combination: Combination, part: StepTrace) -> Baseline:
         """A combination whose blocks are not priced, of which the trace with nothing recomputed is known."""
-        peak = max(part.peak_bytes, optimizer_peak(self.plain))
+        peak = max(part.peak_bytes, self.fixed_bytes(part))
         return Baseline(combination, peak, self.with_optimizer(part), None)
+
+    def fixed_bytes(self, part: StepTrace) -> int:
+        """The highest level of the optimizer's phase, without the weights that the levers of a part stream."""
+        held = [trace.by_category(0)[Category.PARAMETER] for trace in (self.plain, part)]
+        return optimizer_peak(self.plain) - (held[0] - held[1])
 
     def part(self, combination: Combination) -> StepTrace:
         """Trace of a combination with nothing recomputed, in which the recorder observes the blocks."""

@@ -1,0 +1,103 @@
+"""The lever `stream`: frozen weights of blocks live on the host, and are on the device while their block runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tightfit.devices.spec import DeviceSpec
+    from tightfit.levers.handle import Applied
+    from tightfit.planner.records import BlockChoice
+
+
+@register
+@dataclass(frozen=True)
+class Stream(Lever):
+    """The blocks at `paths` are streamed, `ahead` of them on their way while one runs.
+
+    `bytes` of weights are in host memory, or in a file on a CPU.
+    """
+
+    paths: tuple[str, ...]
+    ahead: int
+    bytes: int
+
+    name = "stream"
+    title = "stream"
+    summary = "frozen weights of blocks live in pinned host memory (CUDA) or a file (CPU), and come while they are used"
+    exactness = Exactness.EXACT
+    role = Role.WEIGHTS
+    on_request = True
+    needs_blocks = True
+
+    @classmethod
+    def settings(cls, step: PlainStep) -> Sequence[Self]:
+        """From one block to all, spread evenly: then a copy has the time of several blocks."""
+        from tightfit.levers.stream import frozen_weights
+
+        frozen = frozen_weights(step.model, step.blocks) if step.blocks else []
+        paths = [path for path, weights in zip(step.blocks, frozen, strict=True) if weights]
+        return [cls.of(step.model, spread(paths, count)) for count in range(1, len(paths) + 1)]
+
+    @classmethod
+    def of(cls, model: "nn.Module", paths: Sequence[str], ahead: int = 1) -> Self:
+        """The setting for these blocks of a model."""
+        from tightfit.levers.stream import streamed_bytes
+
+        return cls(tuple(paths), ahead, streamed_bytes(model, paths))
+
+    @classmethod
+    def why_not(cls, step: PlainStep) -> str | None:
+        return None if cls.settings(step) else "no block has frozen weights of its own: train adapters"
+
+    @classmethod
+    def refusal(cls, device: "DeviceSpec") -> str | None:
+        from tightfit.devices.figures import copy_rates
+
+        if device.kind != "cuda" or copy_rates(device) is not None:
+            return None
+        return (
+            f"stream is not available on {device.name}: the rate of its link to the host is not known: calibrate it "
+            "again, or leave stream out of the levers (recompute is exact too)"
+        )
+
+    def apply(self, model: "nn.Module") -> "Applied":
+        """Nothing is moved before the first forward, or before `settle` of `levers/stream`."""
+        from tightfit.levers.stream import install_streams
+
+        return install_streams(model, self.paths, ahead=self.ahead)
+
+    def sentence(self, choices: "Sequence[BlockChoice]") -> str:
+        return (
+            f"{len(self.paths)} of {len(choices)} blocks stream {format_bytes(self.bytes)} of frozen weights from the "
+            "host."
+        )
+
+    @classmethod
+    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+        """All blocks that have frozen weights."""
+        from tightfit.runtime.module_paths import globs_of
+
+        found = cls.settings(step)[-1:]
+        python = [
+            "; ".join(f'tightfit.stream(model, "{glob}")' for glob in globs_of(setting.paths)) for setting in found
+        ]
+        yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
+        return [Offer(str(setting), line, yaml, lever=setting) for setting, line in zip(found, python, strict=True)]
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(tuple(raw["paths"]), raw["ahead"], raw["bytes"])
+
+    def __str__(self) -> str:
+        return f"{len(self.paths)} blocks streamed" if len(self.paths) != 1 else "1 block streamed"
+
+
+def spread(paths: Sequence[str], count: int) -> list[str]:
+    """`count` of the paths, evenly spaced; the last one is not among them unless all are."""
+    return [paths[number * len(paths) // count] for number in range(count)]
