@@ -135,6 +135,21 @@ def test_weights_that_are_mapped_from_a_file_are_streamed_like_others(tmp_path):
     assert torch.equal(loss(model, x), plain)
 
 
+def test_memory_that_numpy_has_seen_is_left_to_it():
+    model, x = built()
+    model.eval()
+    plain = loss(model, x).detach()
+    with streamed(model):
+        seen = [layer.up.weight.detach().numpy() for layer in model["layers"]]  # one of them is in memory
+        before = [array.copy() for array in seen]
+        for _ in range(2):
+            found = loss(model, x)
+            found.backward()
+            assert torch.equal(found, plain)
+        assert all((array == copied).all() for array, copied in zip(seen, before, strict=True))
+    assert torch.equal(loss(model, x), plain)
+
+
 def test_what_blocks_share_stays_in_memory():
     model, x = built()
     for layer in model["layers"]:

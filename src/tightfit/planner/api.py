@@ -21,7 +21,6 @@ from tightfit.planner.levers import (
     MicroBatches,
     Offload,
     Recompute,
-    Stream,
 )
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice, PlannedProgram
@@ -406,7 +405,6 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
     choices = []
     # Blocks compiled with a share have no policy inside: the compiler decides what they save.
     compiled, captured = candidate.combination.get(CompiledBlocks), candidate.combination.get(CapturedBlocks)
-    streamed = candidate.combination.get(Stream)
     shares, fused = ({}, ()) if compiled is None else (dict(compiled.shares), compiled.paths)
     for path in paths:
         policy = candidate.policies.get(path, KEEP_ALL)
@@ -427,7 +425,6 @@ def block_choices(paths: Sequence[str], candidate: Candidate) -> tuple[BlockChoi
                 offloads_inputs=policy.offloads_inputs,
                 captured=captured is not None and path in captured.paths,
                 compiled=path in fused,
-                streamed=streamed is not None and path in streamed.paths,
             )
         )
     assert all(policy_of(c) == candidate.policies.get(c.path, KEEP_ALL) for c in choices), "a choice says its policy"

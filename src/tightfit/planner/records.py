@@ -17,8 +17,7 @@ class BlockChoice:
     `offloaded` and `offloaded_modules` name the offloaded outputs in the same way. With `offloads_inputs` the block's
     inputs are offloaded too. `joined` means that the block's output is recomputed as well, because it is in one segment
     with the next block. `share` is the `activation_memory_budget` of a block whose action is `compile`. A `captured`
-    block does this in programs that were recorded once, a `compiled` one in code of PyTorch's compiler. The frozen
-    weights of a `streamed` block are on the host while it does not run.
+    block does this in programs that were recorded once, a `compiled` one in code of PyTorch's compiler.
     """
 
     path: str
@@ -34,7 +33,6 @@ class BlockChoice:
     share: float | None = None
     captured: bool = False
     compiled: bool = False
-    streamed: bool = False
 
 
 @dataclass(frozen=True)

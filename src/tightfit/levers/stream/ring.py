@@ -75,6 +75,19 @@ class Weight:
             if place.is_as_left():
                 place.tensor.data = place.there if there else place.home
 
+    def empty(self) -> bool:
+        """Free the memory on the device. False if somebody has it for good, and the next copy goes to other memory."""
+        if self.storage.resizable():
+            self.storage.resize_(0)
+            return True
+        # `numpy` has shown it to code that PyTorch does not know. What is saved over it stays right: it is frozen.
+        self.storage = torch.UntypedStorage(self.nbytes, device=self.storage.device)
+        with torch.no_grad(), offload():
+            flat = self._flat()
+            self.places = [place._replace(there=Geometry.of(place.home).over(flat)) for place in self.places]
+        self.storage.resize_(0)
+        return False
+
     def write_back(self) -> None:
         """Copy the bytes on the device to the host, if somebody wrote into them since they came."""
         if self.version != self.read_at:
@@ -247,7 +260,8 @@ class Ring:
             self.tier.leaving(block.brought)
         block.arrival = block.brought = None
         for weight in block.weights or ():
-            weight.storage.resize_(0)
+            if not weight.empty():
+                fetch_by(weight.storage, block)
 
     def announce(self, number: int) -> None:
         self.tier.soon([weight.kept for weight in self.blocks[number].weights or ()])
