@@ -35,6 +35,6 @@ def test_a_class_of_levers_with_names_is_taken_from_the_option_and_from_yaml(tmp
     ask = ("plan", path, "--device", "rtx4090", "--json")
     by_key, by_option = tightfit(*ask), tightfit(*ask, "--levers", "rounding,offload")
     assert by_key.code == 0
-    assert by_key.out == by_option.out
+    assert by_key.answer == by_option.answer
     wrong = tightfit(*ask, "--levers", "rounding,magic")
     assert (wrong.code, "magic" in wrong.error) == (2, True)

@@ -65,8 +65,8 @@ def test_the_options_describe_the_step(options, arguments):
 
 def test_options_beside_a_config_stand_for_its_keys(config):
     by_key = tightfit("estimate", config, "training.batch_size=2", "--json")
-    assert tightfit("estimate", config, "--batch-size", 2, "--json").out == by_key.out
-    assert tightfit("estimate", config, "--json").out != by_key.out
+    assert tightfit("estimate", config, "--batch-size", 2, "--json").answer == by_key.answer
+    assert tightfit("estimate", config, "--json").answer != by_key.answer
 
 
 @pytest.mark.keeps("you-query-models-larger")

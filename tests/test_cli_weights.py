@@ -114,7 +114,7 @@ def test_weights_in_four_bits_are_counted_and_named_as_weights(folder):
 def test_a_base_alone_is_below_default_adapters(folder, config):
     asked = ("estimate", "--model", folder, "--seq-len", 32, "--json")
     for base in (("--base", "nf4"), ("--base", "nf4", "--dtype", "bf16")):
-        assert tightfit(*asked, *base).out == tightfit(*asked, "--adapter", "default", *base).out
+        assert tightfit(*asked, *base).answer == tightfit(*asked, "--adapter", "default", *base).answer
     assert parameters(config(), "--base", "nf4") == parameters(config(), "--adapter", "default", "--base", "nf4")
     own = parameters(config(), "model.adapter={r: 3}", "--base", "nf4")
     assert own == parameters(config(), "--adapter", "r=3", "--base", "nf4")

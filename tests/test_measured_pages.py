@@ -33,6 +33,13 @@ def test_the_table_of_scripts_is_that_of_the_results_file(monkeypatch):
     assert module.BEGIN + table + module.END in module.PAGE.read_text("utf-8")
 
 
+def test_the_sentence_about_the_hosts_memory_is_that_of_the_results_file(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("host_memory")
+    record = json.loads(module.RESULTS.read_text("utf-8"))
+    assert module.sentence(record["results"]) in (ROOT / "docs" / "training.md").read_text("utf-8")
+
+
 def test_the_error_of_the_null_card_is_that_of_the_results_file(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     module = importlib.import_module("benchmarks.published.on_card")

@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint": {"every_steps": 2},
     "output": {"folder": "run"},
 }
+SINCE = ("host", "host_peak_bytes", "host_by_category")  # fields that plans have had since
 RECORDED = json.loads((RECORDS / "promises.json").read_text("utf-8"))
 
 
@@ -57,7 +58,11 @@ def test_every_field_of_an_answer_is_there(now, command):
 
 def test_a_plan_of_an_earlier_version_loads():
     plan = tightfit.Plan.from_json(RECORDS / "plan.json")
-    assert json.loads(json.dumps(plan.to_dict())) == json.loads((RECORDS / "plan.json").read_text("utf-8"))
+    now = json.loads(json.dumps(plan.to_dict()))
+    for part in (now, now["plain"], now["planned"]):
+        for field in SINCE:
+            part.pop(field, None)
+    assert now == json.loads((RECORDS / "plan.json").read_text("utf-8"))
     assert plan.levers
     assert plan.peak_bytes < plan.plain_peak_bytes
 

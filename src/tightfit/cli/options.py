@@ -168,6 +168,14 @@ Budget = Annotated[
         rich_help_panel=THE_BUDGET,
     ),
 ]
+HostBudget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES",
+        help="Most of the host's memory that the training may take, the process included: 32GiB (else no limit).",
+        rich_help_panel=THE_BUDGET,
+    ),
+]
 Levers = Annotated[
     str | None,
     typer.Option(
@@ -321,7 +329,7 @@ OF_A_STEP: dict[str, Any] = {
     "device": Device,
 }
 OF_RANKS: dict[str, Any] = {"world_size": WorldSize, "nodes": Nodes, "parallel": Parallel}
-OF_A_PLAN = {**OF_A_STEP, "budget": Budget, "levers": Levers, "blocks": Blocks}
+OF_A_PLAN = {**OF_A_STEP, "budget": Budget, "host_budget": HostBudget, "levers": Levers, "blocks": Blocks}
 
 
 def asking(shared: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -9,7 +9,7 @@ from tightfit.cli.adapter import BASES, DEFAULT, adapter_setting, base_of
 from tightfit.errors import InputError
 from tightfit.names import FEW_BITS, OPTIMIZERS, optimizer_class, parse_optimizer, parts_between_commas
 from tightfit.ranks.world import world_of
-from tightfit.units import check_budget
+from tightfit.units import check_budget, parse_bytes
 
 SIZE, LENGTH = 1, 1024  # of a batch, where a question about a --model gives none
 LEVERS = "rounding"  # which `fit` and `plan --maximise` take for a --model: those of a training
@@ -30,6 +30,7 @@ KEYS = {
     "grad_clip": "training.grad_clip",
     "device": "training.device",
     "budget": "memory.budget",
+    "host_budget": "memory.host_budget",
     "levers": "memory.levers",
 }
 
@@ -86,6 +87,7 @@ class Question:
     grad_clip: float | None = None
     device: str | None = None
     budget: str | None = None
+    host_budget: str | None = None
     levers: str | None = None
     blocks: str | None = None
     world_size: int | None = None
@@ -109,6 +111,8 @@ class Question:
             question = replace(question, optimizer=_with_arguments(question.optimizer, question.optimizer_args))
         if question.budget is not None:
             check_budget(question.budget)
+        if question.host_budget is not None:
+            parse_bytes(question.host_budget)
         world_of(question.world_size, question.nodes, question.parallel)
         return question
 

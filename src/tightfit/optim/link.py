@@ -38,7 +38,7 @@ class Link:
     def empty_on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Uninitialised host memory of a tensor's shape; pinned if the device is CUDA."""
         pinned = self.device.type == "cuda"
-        with host_memory():
+        with host_memory(pinned=True):
             return torch.empty_like(
                 like, dtype=dtype, device=HOST, pin_memory=pinned, memory_format=torch.preserve_format
             )

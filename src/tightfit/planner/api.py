@@ -10,6 +10,7 @@ from torch import nn
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.memory.allocator import old_objects_left_alone
+from tightfit.planner import host
 from tightfit.planner.apply import policy_of
 from tightfit.planner.curves import Curve
 from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication, of_draws
@@ -43,7 +44,8 @@ from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors
 from tightfit.units import format_seconds
 
-_OF_A_PLAN = ("levers", "blocks", "offload_folder", "offload_budget", "steps")
+_OF_A_PLAN = ("levers", "blocks", "offload_folder", "offload_budget", "host_budget", "steps")
+TIGHTENED = 4  # how often a plan is made for the host's budget: with each one the process grows a little
 LEAST_GAP = 1e-7  # seconds, the last digit printed for microseconds; a smaller gap would be printed as zero
 
 
@@ -150,6 +152,7 @@ def plan(
     curve: bool = False,
     offload_folder: str | None = None,
     offload_budget: int | str | None = None,
+    host_budget: int | str | None = None,
     world_size: int | None = None,
     nodes: int | None = None,
     parallel: Literal["ddp", "fsdp2", "tp", "cp"] | None = None,
@@ -175,6 +178,8 @@ def plan(
             allows the lever `"micro_batch"`. The effective batch does not change.
         curve: The plan also gets the trade-off curve, and figures for the levers that were not allowed.
         offload_folder: The folder of the file to which a CPU offloads. None: the system's folder for temporary files.
+        host_budget: The most bytes of the host's memory that the training may take, this process included, such as
+            `"32GiB"`. None: no limit.
         offload_budget: The most bytes that may be offloaded, to that file or from CUDA to pinned host memory. None:
             half of what is free there.
         world_size: The number of ranks; the plan is then one for all of them. `plan.apply(model)` works before or after
@@ -277,7 +282,8 @@ def curve(
 @real_tensors()
 def estimate_asked(asked: Request) -> Estimate:
     """`tightfit.estimate`, with its arguments as one record."""
-    return make_estimate(asked.without_levers().checked())
+    request = asked.without_levers().checked()
+    return replace(make_estimate(request), host=host.host_of(request))
 
 
 @aside()
@@ -286,6 +292,16 @@ def estimate_asked(asked: Request) -> Estimate:
 def plan_asked(asked: Request, budget: int | str, *, curve: bool = False) -> Plan:
     """`tightfit.plan`, with its arguments as one record."""
     request = asked.checked(may_choose=True)
+    for _ in range(TIGHTENED):
+        plan = replace(_planned(request, budget, curve=curve), host=host.host_of(request))
+        tighter = None if request.host_budget is None else host.within_host(plan, request)
+        if tighter is None:
+            return plan
+        request, budget = tighter
+    raise host.host_cannot_fit(plan, request)
+
+
+def _planned(request: Request, budget: int | str, *, curve: bool) -> Plan:
     if request.world is not None:
         if curve:
             raise InputError("a trade-off curve is of one process, and world_size is given: leave one out")

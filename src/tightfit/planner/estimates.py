@@ -23,7 +23,8 @@ class Estimate(EstimateRecord):
 
     def to_dict(self) -> dict[str, Any]:
         figures = asdict(self)
-        return {**{k: v for k, v in figures.items() if k != "step_figures"}, **figures["step_figures"]}
+        whole = {"host_peak_bytes": self.host_peak_bytes, "host_by_category": self.host_by_category}
+        return {**{k: v for k, v in figures.items() if k != "step_figures"}, **figures["step_figures"], **whole}
 
     def to_json(self, path: str | Path) -> None:
         """Write the estimate to a file."""

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.planner.levers import Combination, Lever, find
 from tightfit.planner.levers.base import L
-from tightfit.planner.records import BlockChoice, CurvePoint, DeviceRoom, PlannedProgram, Rejected, StepFigures
+from tightfit.planner.records import (
+    BlockChoice,
+    CurvePoint,
+    DeviceRoom,
+    HostMemory,
+    PlannedProgram,
+    Rejected,
+    StepFigures,
+)
 from tightfit.ranks.world import Sharding
 
 if TYPE_CHECKING:
@@ -53,11 +61,22 @@ class EstimateRecord:
     base_bytes: int = 0  # of frozen weights, with their scales
     not_quantised: Mapping[str, int] = field(default_factory=dict)  # of those at full width beside few bits, by name
     adapted: tuple[str, ...] = ()  # names of the layers that have adapters
+    host: HostMemory = field(default_factory=HostMemory, compare=False)  # no two processes are of the same size
 
     @property
     def peak_bytes(self) -> int:
         """Bytes in use at the peak; on CUDA, `torch.cuda.max_memory_allocated`."""
         return self.step_figures.peak_bytes
+
+    @property
+    def host_by_category(self) -> Mapping[str, int]:
+        """Bytes of the host's memory at the highest point there: the process, and what a training puts beside it."""
+        return self.host.by_category(self.step_figures.host_by_category)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Predicted peak of the host's memory."""
+        return sum(self.host_by_category.values())
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -130,11 +149,22 @@ class PlanRecord:
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
     ddp: tuple[tuple[str, Any], ...] = ()  # settings of DDP that are not PyTorch's defaults
     programs: tuple[PlannedProgram, ...] = ()  # of the blocks that keep or offload something; none in older plans
+    host: HostMemory = field(default_factory=HostMemory, compare=False)  # no two processes are of the same size
 
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of the planned step."""
         return self.planned.peak_bytes
+
+    @property
+    def host_by_category(self) -> Mapping[str, int]:
+        """Bytes of the host's memory at the highest point there: the process, and what a training puts beside it."""
+        return self.host.by_category(self.planned.host_by_category)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Predicted peak of the host's memory."""
+        return sum(self.host_by_category.values())
 
     @property
     def step_seconds(self) -> float:

@@ -10,7 +10,7 @@ from tightfit.errors import InputError
 from tightfit.planner.curves import Curve
 from tightfit.planner.levers import lever_from_dict
 from tightfit.planner.outcome import PlanRecord
-from tightfit.planner.records import BlockChoice, DeviceRoom, PlannedProgram, Rejected, StepFigures
+from tightfit.planner.records import BlockChoice, DeviceRoom, HostMemory, PlannedProgram, Rejected, StepFigures
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,6 +63,7 @@ class Plan(PlanRecord):
         }
         levers = [lever.to_dict() for lever in self.levers]
         own = {"levers": levers, "micro_batches": self.micro_batches, "hash": self.hash, "ddp": dict(self.ddp)}
+        own |= {"host_peak_bytes": self.host_peak_bytes, "host_by_category": self.host_by_category}
         return {"format": FORMAT, **figures, **asdict(self), **own}
 
     def to_json(self, path: str | Path) -> None:
@@ -109,7 +110,7 @@ class Plan(PlanRecord):
         if raw.get("format") not in (*EARLIER_FORMATS, _WITHOUT_OPERANDS, FORMAT):
             raise ValueError(f"format {raw.get('format')!r}, wanted {FORMAT}")
         raw = _brought_up(raw) if raw["format"] in EARLIER_FORMATS else raw
-        absent = (*OF_RANKS, "programs")
+        absent = (*OF_RANKS, "programs", "host")
         fields = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw or name not in absent}
         choices = tuple(
             BlockChoice(
@@ -142,6 +143,7 @@ class Plan(PlanRecord):
                 for program in raw.get("programs", ())
             ),
             "curve": None if raw["curve"] is None else Curve.from_dict(raw["curve"]),
+            "host": HostMemory(**raw.get("host", {})),
         }
         return cls(**fields)
 

@@ -1,7 +1,7 @@
 """The parts of plans, estimates and curves as plain data, without torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 Action = Literal["keep", "recompute", "operators", "offload", "compile"]
@@ -111,6 +111,9 @@ class StepFigures:
     # The two clocks of the step, the host's launches and the device's kernels; equal on a CPU. None in older plans.
     host_seconds: float | None = None
     device_seconds: float | None = None
+    # Bytes that the step has in the host's memory at the highest point there: on a CPU those of `by_category`, on a
+    # card what levers and optimizers moved there. Empty in older plans.
+    host_by_category: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
@@ -119,6 +122,28 @@ class StepFigures:
         at_points = {name: tuple(raw[name]) for name in ("timeline_phases", "timeline_operators", "timeline_modules")}
         top = tuple(TensorGroup(**{**group, "shape": tuple(group["shape"])}) for group in raw["top"])
         return cls(**{**raw, **at_points, "timeline": timeline, "top": top})
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What a training takes of the host's memory beside what a step puts there, in bytes.
+
+    - `process`: Python and the libraries, as they were measured in the process that planned; 0 in older plans.
+    - `loaded`: weights that are in the host's memory before they go to a card; 0 on a CPU, where they are the step's.
+    - `copies`: of a checkpoint that is written while steps run, or the buffer through which one is written.
+    """
+
+    process: int = 0
+    loaded: int = 0
+    copies: int = 0
+
+    def by_category(self, step: Mapping[str, int]) -> dict[str, int]:
+        """Bytes at the highest point: while weights are loaded, or in a step."""
+        in_steps = {category: size for category, size in step.items() if size}
+        if self.copies:
+            in_steps["checkpoint"] = self.copies
+        loading = {"weights while loading": self.loaded}
+        return {"process": self.process, **(loading if self.loaded > sum(in_steps.values()) else in_steps)}
 
 
 @dataclass(frozen=True)

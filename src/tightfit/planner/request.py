@@ -83,6 +83,7 @@ class Request:
     blocks: str | None = None  # a glob over module paths; None: the planner finds the blocks
     offload_folder: str | None = None
     offload_budget: int | str | None = None
+    host_budget: int | str | None = None  # most bytes of the host's memory, with the process
     steps: int | None = None  # how often the step will run, where that is known
     apart: tuple[str, ...] | None = None
     shards: Shards | None = None
@@ -109,12 +110,13 @@ class Request:
     def how(self) -> dict[str, Any]:
         """The arguments of `tightfit.plan` except model, batch and budget, by their names there."""
         step = {name: value for name, value in vars(self.step).items() if name not in ("model", "batch")}
-        own = {name: getattr(self, name) for name in ("blocks", "offload_folder", "offload_budget", "steps")}
+        names = ("blocks", "offload_folder", "offload_budget", "host_budget", "steps")
+        own = {name: getattr(self, name) for name in names}
         return {**step, **own, "levers": self.levers_named}
 
     def without_levers(self) -> "Request":
         """The step without arguments of levers. An estimate must not fail for a lever that the device refuses."""
-        return self.but(levers=None, blocks=None, offload_folder=None, offload_budget=None)
+        return self.but(levers=None, blocks=None, offload_folder=None, offload_budget=None, host_budget=None)
 
     def counted(self) -> "Request":
         """The plain step, where a plan would choose the number of its micro-batches."""

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ from tightfit.tracing.unbacked import is_unbacked
 LENGTH = 16  # tokens of each sample: the trial runs before a plan, so it must use little memory and time
 MOST_SAMPLES = 32
 FEW_BYTES = 1 << 26  # of the gradients that are compared
-SAMPLED = 1 << 16  # numbers of each gradient
+SAMPLED = 1 << 16  # numbers of each gradient, fewer where all of a trial's would take more than `FEW_BYTES`
+LEAST_SAMPLED = 1 << 10
 # Relative differences of sums in another order, of a tensor itself and of all gradients together. What couples samples
 # weakly (a router's balance) moves some gradient by more. See notes/, "Samples apart".
 ROUNDING = {torch.float64: (1e-5, 1e-7), torch.float32: (1e-4, 1e-6)}  # models cast to fp32 inside
@@ -175,6 +177,8 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
     """Run samples together, then each apart. Raises `Coupled` for what needs no comparison of numbers."""
     parts = split_batch(samples, inseparable_samples(samples, loss))
     compared = _compared(model)
+    most = max(FEW_BYTES // (8 * len(compared) * (len(parts) + 1)), LEAST_SAMPLED) if compared else SAMPLED
+    numbers = partial(_numbers, model, loss=loss, compared=compared, sampled=min(SAMPLED, most))
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -185,14 +189,14 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
         warnings.simplefilter("ignore")  # of a single sample: the training warns of its own batches
         with untouched(model) as attributes:
             before = _drawn(model, attributes)
-            whole = _numbers(model, mapped(samples, _copied), loss, compared)
+            whole = numbers(mapped(samples, _copied))
             has_drawn = _drawn(model, attributes) != before
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with untouched(model):
             # One after the other, as micro-batches run: what forward leaves in a buffer is there for the next.
-            apart = [_numbers(model, mapped(part, _copied), loss, compared) for part in parts]
+            apart = [numbers(mapped(part, _copied)) for part in parts]
             moved = [name for name, buffer in model.named_buffers() if _differs(buffers[name], buffer)]
-    if has_drawn and _draws_matter(model, samples, loss, compared, whole):
+    if has_drawn and _draws_matter(model, samples, numbers, whole):
         raise Coupled("forward or loss draw random numbers, beside dropout, and parts would draw other ones")
     if moved:
         raise Coupled(f"forward computes the buffer {moved[0]} from the whole batch, and parts would leave another one")
@@ -202,23 +206,25 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
 
 
 def _draws_matter(
-    model: nn.Module, samples: Batch, loss: Loss, compared: Sequence[nn.Parameter], before: Sequence[torch.Tensor]
+    model: nn.Module, samples: Batch, numbers: Callable[[Batch], list[torch.Tensor]], before: Sequence[torch.Tensor]
 ) -> bool:
     """True if the loss or a gradient changes with the numbers that the random generators give."""
     for draws in Draws:
         with untouched(model) as attributes, assumed(draws):
             Generators(attributes).begin()
             try:
-                numbers = _numbers(model, mapped(samples, _copied), loss, compared)
+                found = numbers(mapped(samples, _copied))
             except CannotRun:  # with every layer dropped no gradient is left
                 return True
-            if not all(torch.equal(one, other) for one, other in zip(before, numbers, strict=True)):
+            if not all(torch.equal(one, other) for one, other in zip(before, found, strict=True)):
                 return True
     return False
 
 
-def _numbers(model: nn.Module, samples: Batch, loss: Loss, compared: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """The loss of samples, and some numbers of its gradients, in fp64 on the CPU."""
+def _numbers(
+    model: nn.Module, samples: Batch, *, loss: Loss, compared: Sequence[nn.Parameter], sampled: int
+) -> list[torch.Tensor]:
+    """The loss of samples, and at most so many numbers of each gradient, in fp64 on the CPU."""
     # A loss for whole batches may raise anything for a single sample, or for samples whose labels are ignored.
     try:
         value = loss(model, samples)
@@ -232,7 +238,8 @@ def _numbers(model: nn.Module, samples: Batch, loss: Loss, compared: Sequence[nn
     for parameter, gradient in zip(compared, gradients, strict=False):
         flat = torch.zeros_like(parameter) if gradient is None else gradient
         flat = (flat.to_dense() if flat.is_sparse else flat).detach().reshape(-1)
-        numbers.append(flat[:: -(-flat.numel() // SAMPLED) or 1].double().cpu())
+        picked = flat[:: -(-flat.numel() // sampled) or 1]
+        numbers.append(picked.to("cpu", torch.float64, copy=True))  # a view would hold the whole gradient
     if not all(bool(each.isfinite().all()) for each in numbers):
         raise CannotRun("the loss of a part of its batch is not a finite number, or its gradient is not")
     return numbers

@@ -8,6 +8,7 @@ from torch import nn
 
 from tightfit.ops.weights.low_bit import weights_in
 from tightfit.planner.records import StepFigures, TensorGroup
+from tightfit.tracing.copies import AWAY
 from tightfit.tracing.record import Category, StepTrace, StorageRecord
 
 TIMELINE_POINTS = 600
@@ -29,6 +30,7 @@ def step_figures(trace: StepTrace) -> StepFigures:
         host_seconds=trace.host_seconds,
         device_seconds=trace.device_seconds,
         by_category={str(c): size for c, size in trace.by_category().items()},
+        host_by_category=step_host(trace),
         phase_peaks={str(p): size for p, size in trace.phase_peaks().items()},
         seconds_by_phase={str(p): seconds for p, seconds in trace.seconds_by_phase().items()},
         peak_phase=str(at_peak.phase),
@@ -40,6 +42,18 @@ def step_figures(trace: StepTrace) -> StepFigures:
         timeline_modules=tuple(trace.operators[i].module for i in picked),
         top=top_groups(trace),
     )
+
+
+def step_host(trace: StepTrace) -> dict[str, int]:
+    """Bytes that a step has in the host's memory: on a CPU all, on a card what left it, as one micro-batch offloads."""
+    if trace.reserved_bytes is None:
+        return {str(category): size for category, size in trace.by_category().items()}
+    held = {str(category): size for category, size in trace.host_by_category.items()}
+    first, last = trace.repeated  # its backward fetches everything before the next one begins
+    offloaded = sum(operator.copied_bytes for operator in trace.operators[first:last] if operator.name == AWAY)
+    if offloaded:
+        held[str(Category.ACTIVATION)] = held.get(str(Category.ACTIVATION), 0) + offloaded
+    return held
 
 
 def top_groups(trace: StepTrace) -> tuple[TensorGroup, ...]:

@@ -7,13 +7,14 @@ from typing import Any, Literal
 from torch import nn
 
 from tightfit.devices.present import lookup
-from tightfit.errors import InputError
+from tightfit.errors import CannotFit, InputError
 from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.models.adapters import is_adapted, usual_layers
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.planner.api import describe_batch
+from tightfit.planner.host import host_of
 from tightfit.planner.request import Request
 from tightfit.ranks.world import world_of
 from tightfit.recipes.choices import ADAPTER, Wanted, install_line, not_installed, recipes_for
@@ -30,6 +31,7 @@ from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors
 from tightfit.training.config.schema import AdapterConfig, PretrainedModel
+from tightfit.units import format_bytes, parse_bytes
 
 CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and whose sizes are confirmed
 RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
@@ -58,6 +60,7 @@ def fit(
     world_size: int | None = None,
     nodes: int | None = None,
     parallel: Literal["ddp", "fsdp2"] | None = None,
+    host_budget: int | str | None = None,
 ) -> Recipes:
     """Find how a model can be trained on a device: which dtype of weights, what is trained, which optimizer.
 
@@ -113,6 +116,7 @@ def fit(
         world_size=world_size,
         nodes=nodes,
         parallel=parallel,
+        host_budget=host_budget,
     )
     wanted = Wanted(dtype, adapter, None if adapter is None else adapter.base, optimizer, precision)
     if adapter is not None:
@@ -156,7 +160,7 @@ def recipes_of(
             model=name or type(asked.model).__name__,
             notes=in_words(ranks.left_out),
         )
-    search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing)
+    search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing, process_bytes=host_of(asked).process)
     may_adapt, clips = not isinstance(asked.model, Decoder), asked.step.grad_clip is not None
     if may_adapt:
         wanted = _with_usual_layers(wanted, asked.model)
@@ -172,6 +176,7 @@ def recipes_of(
             rows = _with_last_resorts(shares, rows)
         if not (rows := _worth_a_row(_confirmed(shares, rows))):
             raise _nothing_tried(search.left_out)
+        rows, beyond = _within_host(rows, asked.host_budget)
         by_outcome = {id(row.outcome): row for row in rows}
         rows = [by_outcome[id(outcome)] for outcome in ranked([row.outcome for row in rows])]
         if pick is not None:
@@ -183,8 +188,33 @@ def recipes_of(
         budget_bytes=search.budget_bytes,
         batch=describe_batch(asked.batch),
         model=name or type(asked.model).__name__,
-        notes=(*in_words(search.left_out), *further),
+        notes=(*beyond, *in_words(search.left_out), *further),
     )
+
+
+def _within_host(rows: list[Row], budget: int | str | None) -> tuple[list[Row], list[str]]:
+    """The recipes within the budget of the host's memory, and a line about the others. Raises `CannotFit` if all of
+    those that fit the device are among these.
+    """
+    if budget is None:
+        return rows, []
+    limit = parse_bytes(budget)
+    beyond = {row.recipe: row.outcome.host_peak_bytes or 0 for row in rows if row.outcome.fits}
+    beyond = {recipe: peak for recipe, peak in beyond.items() if peak > limit}
+    if not beyond:
+        return rows, []
+    least, size = min(beyond.values()), format_bytes(limit)
+    line = (
+        f"{len(beyond)} more fit the device and take more than {size} of the host's memory: from {format_bytes(least)}."
+    )
+    left = [row for row in rows if row.recipe not in beyond]
+    if not any(row.outcome.fits for row in left):
+        raise CannotFit(
+            f"{size} of host memory cannot fit: of the recipes that fit the device the least takes "
+            f"{format_bytes(least)} ({least} bytes) there: raise host_budget, or take weights of fewer bits",
+            least,
+        )
+    return left, [line]
 
 
 def _with_last_resorts(shares: Shares, rows: list[Row]) -> list[Row]:

@@ -125,6 +125,7 @@ class Outcome:
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank, in their order; empty for one process
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
     host_bytes: int = 0  # of each rank, where shards, gradients and states are in the host's memory
+    host_peak_bytes: int | None = field(default=None, compare=False)  # of the host's memory, the process included
     plan: "PlanRecord | None" = field(default=None, repr=False, compare=False)
 
     @property
@@ -168,6 +169,7 @@ class Outcome:
             "rank_peak_bytes": list(self.rank_peak_bytes),
             "communicator_bytes": self.communicator_bytes,
             "host_bytes": self.host_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
         }
 
 

@@ -14,12 +14,15 @@ from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit
 from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.api import as_plan, levers_of
+from tightfit.planner.host import weight_bytes
 from tightfit.planner.levers import Exactness
 from tightfit.planner.plans import Plan
+from tightfit.planner.records import HostMemory
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
+from tightfit.planner.step_figures import step_host
 from tightfit.recipes.choices import least_bytes
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.records import Outcome, Recipe
@@ -69,6 +72,7 @@ class RecipeSearch:
     searches: dict[Variant, VariantSearch] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     updates: dict[tuple, StepTrace] = field(default_factory=dict)
+    process_bytes: int = 0  # of the host's memory, beside tensors
 
     def __post_init__(self) -> None:
         if is_share_of(self.budget, "x"):
@@ -244,8 +248,15 @@ class RecipeSearch:
             levers=tuple(lever.name for lever in levers),
             micro_batches=candidate.combination.micro_batches,
             rounds=any(lever.exactness is not Exactness.EXACT for lever in levers),
+            host_peak_bytes=self.host_peak_bytes(search.request, candidate.trace),
             plan=plan,
         )
+
+    def host_peak_bytes(self, request: Request, trace: StepTrace) -> int:
+        """The peak of the host's memory: while weights are loaded, or in a step."""
+        held = step_host(trace)
+        loaded = weight_bytes(request) if request.device.kind != "cpu" else 0
+        return sum(HostMemory(self.process_bytes, loaded).by_category(held).values())
 
     # Traced whole
 

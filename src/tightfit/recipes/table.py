@@ -10,7 +10,7 @@ from tightfit.units import format_bytes, format_seconds
 
 ABSENT = "-"
 NEAREST = 3  # rows of recipes that do not fit, those that need least
-FIRST_LEFT_OUT = ("step", "largest batch")  # where the terminal is narrower still
+FIRST_LEFT_OUT = ("host", "step", "largest batch")  # where the terminal is narrower still
 NAMES = {"chunked_loss": "chunked loss", "micro_batch": "micro-batches"}  # of levers
 TEXT = 26  # columns in which a recipe's name can be read folded
 INDENT = "    "
@@ -47,6 +47,7 @@ def recipe_table(found: Sequence[Outcome], width: int) -> tuple[Table, list[str]
     """One row of figures a recipe, and the names of those for which `width` columns have no room."""
     figures: dict[str, Callable[[Outcome], str]] = {
         "peak": lambda o: format_bytes(o.peak_bytes if o.fits else o.needed_bytes),
+        "host": lambda o: ABSENT if o.host_peak_bytes is None else format_bytes(o.host_peak_bytes),
         "longest": lambda o: ABSENT if o.longest_sequence is None else str(o.longest_sequence),
         "largest batch": lambda o: ABSENT if o.largest_batch is None else str(o.largest_batch),
         "step": lambda o: ABSENT if o.step_seconds is None else format_seconds(o.step_seconds),

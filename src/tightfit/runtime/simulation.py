@@ -16,6 +16,7 @@ class Simulation(threading.local):
     is_dry: bool = False  # a step runs dry: hooks on the real model's gradients must do nothing
     card: Any = None  # the CUDA device that CPU tensors simulate (`tracing/cuda/role.py`)
     host: int = 0  # depth of code that works in host memory, whatever the device
+    pinned: bool = False  # whether memory that is made there now is pinned
     repeats: int = 1  # how often the operators that run now run in the real step, one after the other
 
     @property
@@ -38,10 +39,12 @@ def repeated(times: int) -> Iterator[None]:
 
 
 @contextmanager
-def host_memory() -> Iterator[None]:
-    """A context whose new tensors are in host memory, whatever the device."""
+def host_memory(*, pinned: bool = False) -> Iterator[None]:
+    """A context whose new tensors are in host memory, whatever the device; in pinned memory where it is said."""
+    outside, simulation.pinned = simulation.pinned, pinned
     simulation.host += 1
     try:
         yield
     finally:
         simulation.host -= 1
+        simulation.pinned = outside

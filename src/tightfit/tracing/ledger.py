@@ -44,6 +44,8 @@ class Entry:
     category: Category | None = None
     died: int | None = None
     stream: int = 0
+    host_bytes: int = 0  # in the host's memory, while a card's is counted
+    is_pinned: bool = False
 
 
 @dataclass(slots=True)
@@ -77,10 +79,13 @@ class Ledger:
         storage = tensor.untyped_storage()
         cell = self.cell_of(tensor)
         if cell is None:
-            without = tensor._is_zerotensor() or _on_host()  # zeros of forward-mode differentiation have no memory
-            size = 0 if without else -(-storage.nbytes() // self.rounding) * self.rounding
+            on_host = _on_host()
+            nbytes = 0 if tensor._is_zerotensor() else storage.nbytes()  # zeros of forward-mode differentiation
+            size = 0 if on_host else -(-nbytes // self.rounding) * self.rounding
             cell = storage.__dict__[self.key] = Cell(self, len(self.entries), known)
             entry = Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype, stream=self._stream())
+            if on_host:
+                entry.host_bytes, entry.is_pinned = nbytes, simulation.pinned
             self.entries.append(entry)
             self.live_bytes += size
             self.new_value(cell, operator)
@@ -146,12 +151,12 @@ class Ledger:
             self.entries[cell.index].name = name
 
     def on_host(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor that is in host memory while the device's memory is counted."""
+        """Count a tensor among the host's memory, while the device's memory is counted."""
         cell = self.cell_of(tensor)
         if cell is not None:
             entry = self.entries[cell.index]
             self.live_bytes -= entry.bytes
-            entry.bytes = 0
+            entry.bytes, entry.host_bytes = 0, tensor.untyped_storage().nbytes()
 
     def reserve(self, size: int, category: Category, name: str = "") -> None:
         """Count memory that is held during the whole step, without a tensor."""
@@ -199,6 +204,8 @@ class Ledger:
                 str(entry.dtype).removeprefix("torch.") if entry.dtype is not None else "",
                 entry.name,
                 entry.stream,
+                entry.host_bytes,
+                entry.is_pinned,
             )
             for entry in self.entries
         )

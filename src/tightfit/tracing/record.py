@@ -84,7 +84,7 @@ class StorageRecord(NamedTuple):
 
     `shape` and `dtype` are those of the first tensor seen over it. `name` is the name of a parameter, buffer, gradient
     or optimizer state. `stream` is the stream that allocated it, 0 for the one that computes: CUDA's allocator gives
-    memory of one stream to no other.
+    memory of one stream to no other. Memory of a card's host has `host_bytes`, and no `bytes`.
     """
 
     bytes: int
@@ -96,6 +96,8 @@ class StorageRecord(NamedTuple):
     dtype: str = ""
     name: str = ""
     stream: int = 0
+    host_bytes: int = 0
+    is_pinned: bool = False
 
 
 class ValueRecord(NamedTuple):
@@ -207,6 +209,24 @@ class StepTrace:
         totals[Category.WORKSPACE] += self.levels[index] - sum(totals.values())
         return totals
 
+    @cached_property
+    def host_by_category(self) -> dict[Category, int]:
+        """Bytes of a card's host at the highest point there; empty on a CPU, and if a step leaves nothing there.
+
+        Pinned memory is rounded up to powers of two, and PyTorch keeps what is freed for the next tensor of that size
+        (`CachingHostAllocatorImpl` in ATen/core/CachingHostAllocator.h): each size counts with its most tensors.
+        """
+        sizes: dict[int, list[StorageRecord]] = {}  # 0: pageable memory
+        for storage in self.storages:
+            if storage.host_bytes:
+                size = 1 << (storage.host_bytes - 1).bit_length() if storage.is_pinned else 0
+                sizes.setdefault(size, []).append(storage)
+        totals: dict[Category, int] = {}
+        for size, storages in sizes.items():
+            for storage in _most_at_once(storages, size):
+                totals[storage.category] = totals.get(storage.category, 0) + (size or storage.host_bytes)
+        return totals
+
     def alive_at(self, index: int) -> list[StorageRecord]:
         return [s for s in self.storages if s.born <= index and (s.died is None or s.died > index)]
 
@@ -239,6 +259,19 @@ def _levels(count: int, storages: Iterable[StorageRecord]) -> list[int]:
         if storage.died is not None:
             changes[min(storage.died, count)] -= storage.bytes
     return list(itertools.accumulate(changes))[:count]
+
+
+def _most_at_once(storages: Sequence[StorageRecord], size: int) -> list[StorageRecord]:
+    """Those of the host's storages that are there at the highest point. Each counts as `size` bytes, or as its own."""
+    changes: dict[int, int] = {}
+    for storage in storages:
+        changes[storage.born] = changes.get(storage.born, 0) + (size or storage.host_bytes)
+        if storage.died is not None:
+            changes[storage.died] = changes.get(storage.died, 0) - (size or storage.host_bytes)
+    times = sorted(changes)
+    levels = list(itertools.accumulate(changes[time] for time in times))
+    peak = times[max(range(len(levels)), key=levels.__getitem__)]
+    return [s for s in storages if s.born <= peak and (s.died is None or s.died > peak)]
 
 
 def highest(levels: Sequence[int], first: int, last: int) -> int:

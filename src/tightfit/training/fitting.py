@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import nn
@@ -16,9 +16,10 @@ from tightfit.names import optimizer_in_words
 from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.host import host_of
 from tightfit.planner.levers import MicroBatches, Recompute, allowed_levers
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import StepFigures
+from tightfit.planner.records import HostMemory, StepFigures
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.ranks.world import Sharding
@@ -26,11 +27,12 @@ from tightfit.runtime.module_paths import globs_of
 from tightfit.step import Loss
 from tightfit.tracing.record import Category
 from tightfit.training.buckets import Bucket, PredictedLength, sized
+from tightfit.training.checkpoint.tensors import STAGING_BYTES
 from tightfit.training.config.schema import Config, RecomputeConfig
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.random_states import random_bytes
 from tightfit.training.state import weights
-from tightfit.units import format_bytes, parse_budget
+from tightfit.units import format_bytes, parse_budget, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,20 @@ class Fit:
     copy_bytes: int = 0  # of the copy that is written in the background, where it lies beside the step
     buckets: tuple[Bucket, ...] = ()
     is_sharded: bool = False  # the step of a rank of FSDP2
+    host: HostMemory = field(default_factory=HostMemory)  # beside what the step puts there
+
+    @property
+    def host_by_category(self) -> dict[str, int]:
+        """Bytes of the host's memory at the highest point there. On a CPU a shorter batch may have it."""
+        found = self.host.by_category(self.planned.host_by_category)
+        is_shorter = self.planned.reserved_bytes is None and self.buckets
+        rest = self.peak_bytes - self.copy_bytes - self.planned.peak_bytes if is_shorter else 0
+        return {**found, **({"a shorter batch": rest} if rest > 0 else {})}
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Predicted peak of the host's memory."""
+        return sum(self.host_by_category.values())
 
     @property
     def sharding(self) -> Sharding:
@@ -161,26 +177,35 @@ def fit(
     shorter batches have the micro-batches of the longest. `apart` are the modules that are sharded beside the blocks
     already, where they are. Raises `CannotFit`, `LeverError` and `TraceError`.
     """
+    asked = _asked(model, batch, loss, config, device)
     if shards is not None:
-        asked = _asked(model, batch, loss, config, device)
         return _fit_shards(asked.but(world_size=shards, parallel="fsdp2", apart=apart), config, device)
     fitted = _fit_longest(model, batch, loss, config, device)
-    if not shorter:
-        return fitted
-    return replace(fitted, buckets=_buckets(_asked(model, batch, loss, config, device), fitted, shorter))
+    if shorter:
+        fitted = replace(fitted, buckets=_buckets(asked, fitted, shorter))
+    return _with_host(fitted, asked, config)
+
+
+def _with_host(fitted: Fit, asked: Request, config: Config) -> Fit:
+    """The step with what the training takes of the host's memory beside it."""
+    host, copies = host_of(asked), fitted.copy_bytes
+    if host.loaded:  # a card's state is copied to the host, or goes through a buffer there
+        copies = fitted.state_bytes if config.checkpoint.in_background else min(fitted.state_bytes, STAGING_BYTES)
+    return replace(fitted, host=replace(host, copies=copies))
 
 
 def _fit_longest(model: nn.Module, batch: Mapping[str, Any], loss: Loss, config: Config, device: DeviceSpec) -> Fit:
     memory = config.memory
+    budget = memory.host_budget if memory.budget is None and device.kind == "cpu" else memory.budget
     asked = _asked(model, batch, loss, config, device)
-    if memory.budget is not None and not _copies(config, device):
-        return fit_within(memory.budget, model, batch, loss, config, device)
+    if budget is not None and not _copies(config, device):
+        return fit_within(budget, model, batch, loss, config, device)
     plain = estimate_asked(asked.counted()).step_figures
     state = _state_bytes(model, config, plain)
     copy = state if _copies(config, device) else 0
-    if memory.budget is not None:
-        left = _left_of(memory.budget, copy, plain.peak_bytes, device)
-        return fit_within(left, model, batch, loss, config, device)
+    if budget is not None:
+        left = _left_of(budget, copy, plain.peak_bytes, device)
+        return fit_within(left, model, batch, loss, config, device, copy=copy)
     count = asked.micro_batches
     by_hand = Fit(plain, plain, count, count, None, memory.recompute, memory.compile_blocks, state, copy)
     if memory.recompute is None and not memory.compile_blocks:
@@ -238,11 +263,15 @@ def fit_within(
     device: DeviceSpec,
     *,
     levers: Collection[str] | None = None,
+    copy: int = 0,
 ) -> Fit:
     """Plan the step on this batch for a budget, whichever the configuration has; with `levers`, with those alone of the
-    ones that it allows. The budget is the step's alone, without a copy. Raises as `fit` does.
+    ones that it allows. The budget is the step's alone, without a copy; that of the host's memory has the `copy` in it.
+    Raises as `fit` does.
     """
     asked = _asked(model, batch, loss, config, device)
+    if config.memory.host_budget is not None:
+        asked = asked.but(host_budget=parse_bytes(config.memory.host_budget) - copy)
     if levers is not None:
         asked = asked.but(levers=sorted(allowed_levers(asked.levers_named) & set(levers)))
     plan = plan_asked(asked, budget)

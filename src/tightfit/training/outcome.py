@@ -2,11 +2,13 @@
 
 import math
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from tightfit.memory.counters import highest_rss
 from tightfit.ops.weights.low_bit import count_weights
 from tightfit.training.config import Config
 from tightfit.training.fitting import Fit
@@ -29,6 +31,7 @@ def result_of(
     sample: str,
     skipped_lines: int,
     resumed_from: int | None,
+    host_by_category: Mapping[str, int],
 ) -> TrainResult:
     """The result of a training that has made at least one step. `validation` is what `held_out` found."""
     return TrainResult(
@@ -56,6 +59,9 @@ def result_of(
         skipped_lines=skipped_lines,
         resumed_from=resumed_from,
         max_steps=config.training.max_steps,
+        host_peak_bytes=sum(host_by_category.values()),
+        host_by_category=dict(host_by_category),
+        measured_host_peak_bytes=highest_rss(),
     )
 
 

@@ -50,7 +50,9 @@ class TrainResult:
     exponential where it is a cross-entropy, None where it is of preferences. An `interrupted` training is neither
     evaluated nor sampled. `skipped_lines` are bad lines of the data. `resumed_from` is the step of the checkpoint from
     which the training went on the last time, None where it ran in one go. `max_steps` are the steps that were asked
-    for, None in a result of an earlier version.
+    for, None in a result of an earlier version. `host_peak_bytes` is the predicted peak of the host's memory by
+    categories, or what the preparation was measured to take if that is more, and `measured_host_peak_bytes` the
+    process's highest resident memory.
     """
 
     folder: str
@@ -77,6 +79,9 @@ class TrainResult:
     skipped_lines: int = 0
     resumed_from: int | None = None
     max_steps: int | None = None
+    host_peak_bytes: int | None = None
+    host_by_category: dict[str, int] | None = None
+    measured_host_peak_bytes: int | None = None
 
     @classmethod
     def from_json(cls, text: str) -> "TrainResult":

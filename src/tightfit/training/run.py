@@ -17,6 +17,7 @@ from tightfit.training.data.packing import BatchStream
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit_of
+from tightfit.training.host import HostWatch
 from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.joining import OtherCannotFit, agree_on_signal
 from tightfit.training.loop import StepHistory, run_steps
@@ -59,6 +60,7 @@ class TrainingRun:
         folder that was not there before.
         """
         config, checkpoint, ranks = self.config, self.checkpoint, self.ranks
+        host = HostWatch(config, self.reporter.on_note)
         if config.memory.allocator is not None:
             set_allocator(config.memory.allocator)  # before anything starts CUDA
         ready = Preparation(config, self.folder, self.reporter, checkpoint, self.purpose, ranks).prepared()
@@ -98,7 +100,9 @@ class TrainingRun:
                     self._restore(stepper, checkpoint, record)
                 evaluate = self._validation(ready, levers)
                 with self._saver(stepper, ready, evaluate) as saver:
-                    self._steps(stepper, ready.batches(config, record.position), levers.fitted, record, saver, evaluate)
+                    host.begin(levers.fitted, model)
+                    batches = ready.batches(config, record.position)
+                    self._steps(stepper, batches, levers.fitted, record, saver, evaluate, host)
                 if not record.steps:
                     self.folder.clear()
                     return None
@@ -124,6 +128,7 @@ class TrainingRun:
                 sample=sample,
                 skipped_lines=ready.data.skipped_lines,
                 resumed_from=None if checkpoint is None else checkpoint.step,
+                host_by_category=host.by_category,
             )
             if ranks.is_first:
                 replace(files, model=trained).write_end(result, record.lines(), self.folder, self.reporter)
@@ -229,8 +234,14 @@ class TrainingRun:
         record: StepHistory,
         saver: Saver,
         evaluate: Callable[[], float | None],
+        host: HostWatch,
     ) -> None:
         training = self.config.training
+
+        def after_step(history: StepHistory) -> None:
+            saver.after_step(history)
+            host.look()
+
         saver.announce(fitted.state_bytes)
         self.reporter.on_start(
             Start(
@@ -251,7 +262,7 @@ class TrainingRun:
                 self.reporter,
                 self.interrupt,
                 record=record,
-                save=saver.after_step,
+                save=after_step,
                 copied_bytes=lambda: saver.copied_bytes,
                 evaluate=evaluate,
             )

@@ -27,6 +27,7 @@ def describe_estimate(estimate: EstimateRecord, width: int = WIDTH) -> str:
         f"{step_figures.peak_bytes / estimate.device_bytes:.1%} of the device; "
         f"step {format_seconds(step_figures.step_seconds)}.",
         *device_footprint(estimate),
+        *host_sentence(estimate),
         *ranks(estimate),
         f"The peak is in {where(step_figures)}.",
         *worst_case(step_figures.peak_bytes, estimate.worst_peak_bytes),
@@ -73,6 +74,15 @@ def device_footprint(estimate: EstimateRecord) -> list[str]:
         f"assumed for the context that is {format_bytes(estimate.taken_bytes)} of "
         f"{format_bytes(estimate.device_bytes)}."
     ]
+
+
+def host_sentence(found: EstimateRecord | PlanRecord) -> list[str]:
+    """A sentence about the host's memory; none in plans of earlier versions."""
+    if not found.host.process:
+        return []
+    held = sorted(found.host_by_category.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held if size >= found.host_peak_bytes / 100)
+    return [f"Host memory {format_bytes(found.host_peak_bytes)} ({found.host_peak_bytes:,} bytes): {parts}."]
 
 
 def ranks(estimate: EstimateRecord | PlanRecord) -> list[str]:
@@ -157,6 +167,7 @@ def summary(plan: PlanRecord) -> list[str]:
         f"Fits: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
         f"with {step:.2f}x the time of the plain step.",
         *device_room(plan),
+        *host_sentence(plan),
         *ranks(plan),
         *resharding(plan),
     ]

@@ -352,6 +352,10 @@ class MemoryConfig(Section):
     offload_budget: Annotated[int | str | None, AfterValidator(_readable_size)] = None
     """Most bytes offloaded at once: bytes, `4GiB`, `4GB`; null: half of the folder's free space, or on CUDA half of the
     host's free memory, which holds the activations there."""
+    host_budget: Annotated[int | str | None, AfterValidator(_readable_size)] = None
+    """Most of the host's memory that the training may take, the process included: bytes, `32GiB`. The plan keeps to it
+    (on a CPU a step has what the process leaves), freed memory returns to the system at once, which costs some time,
+    and a line says if the process takes more. null: no limit."""
     allocator: Annotated[str | None, AfterValidator(_known_allocator)] = None
     """Settings of CUDA's allocator, made before CUDA starts: `expandable_segments` (less fragmentation), or
     `key:value` with commas between as in `PYTORCH_ALLOC_CONF`; null: the environment's setting. No effect on a CPU."""

@@ -1,0 +1,108 @@
+"""The host's memory of a training: its prediction by arithmetic, by what processes really take, and its budget."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tightfit
+from command_line import tightfit as run_command
+from tightfit.errors import CannotFit
+from tightfit.models.decoder import Decoder
+from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner.records import HostMemory
+
+ROOT = Path(__file__).resolve().parents[2]
+BATCH = tightfit.TokenBatch(4, 32, 280)
+
+
+@pytest.fixture
+def model():
+    return Decoder(DecoderConfig(hidden_size=48, num_layers=2, num_heads=2, vocab_size=280)).to(torch.bfloat16)
+
+
+def rounded(nbytes: int) -> int:
+    """To a power of two, as PyTorch's pinned memory is."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+@pytest.mark.keeps("host-peak-is-predicted")
+def test_an_offloading_optimizer_has_masters_and_gradients_in_pinned_memory_and_moments_beside(model):
+    found = tightfit.estimate(model, BATCH, optimizer="offloaded_adamw", device="rtx4090")
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    masters, moments, counts = sum(rounded(4 * n) for n in sizes), 8 * sum(sizes), 4 * len(sizes)
+    assert found.host_by_category["optimizer states"] == masters + moments + counts
+    assert found.host_by_category["gradients"] == sum(rounded(2 * n) for n in sizes)
+    assert found.host_peak_bytes == sum(found.host_by_category.values())
+    assert found.host.process > 50e6
+
+
+@pytest.mark.keeps("host-peak-is-predicted")
+def test_weights_on_their_way_to_a_card_count_where_nothing_stays_on_the_host(model):
+    found = tightfit.estimate(model, BATCH, device="rtx4090")
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert found.host_by_category == {"process": found.host.process, "weights while loading": weights}
+
+
+def test_on_a_cpu_the_host_has_the_process_and_the_device_peak(model):
+    found = tightfit.estimate(model, BATCH, device="cpu")
+    assert found.host_peak_bytes == found.host.process + found.peak_bytes
+
+
+def test_what_a_plan_offloads_is_in_the_host(model):
+    batch = tightfit.TokenBatch(64, 64, 280)
+    plan = tightfit.plan(model, batch, "0.95x", device="rtx4090", levers=["offload"], optimizer="sgd")
+    (lever,) = plan.levers
+    assert plan.host_by_category["activations"] == lever.bytes > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "rtx4090"])
+@pytest.mark.keeps("host-budget-is-kept")
+def test_a_budget_below_the_process_is_refused_in_one_line(model, device):
+    with pytest.raises(CannotFit, match=r"^1.00 MiB of host memory cannot fit: .*: raise host_budget") as refused:
+        tightfit.plan(model, BATCH, "10GiB", device=device, host_budget="1MiB")
+    assert "\n" not in str(refused.value)
+    assert refused.value.least_bytes > 50e6
+
+
+@pytest.mark.keeps("host-budget-is-kept")
+def test_on_a_cpu_the_step_gets_what_the_process_leaves():
+    model = Decoder(DecoderConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=512))
+    batch = tightfit.TokenBatch(8, 256, 512)
+    plain = tightfit.plan(model, batch, "10GiB", device="cpu")
+    room = plain.host.process + plain.peak_bytes * 3 // 4 + (16 << 20)  # the process grows a little with each plan
+    found = tightfit.plan(model, batch, "10GiB", device="cpu", host_budget=room)
+    assert found.levers
+    assert found.host_peak_bytes <= room
+
+
+def test_the_highest_point_is_while_loading_or_in_a_step():
+    host = HostMemory(process=100, loaded=50, copies=7)
+    assert host.by_category({"gradients": 30, "inputs": 0}) == {"process": 100, "weights while loading": 50}
+    assert host.by_category({"gradients": 60}) == {"process": 100, "gradients": 60, "checkpoint": 7}
+
+
+def test_recipes_say_their_host_peak_and_keep_to_a_budget():
+    asked = ("fit", "--model", "cpu26", "--seq-len", "64", "--device", "rtx4090", "--optimizer", "adamw", "--json")
+    found = json.loads(run_command(*asked).out)["recipes"]
+    fitting = [row["host_peak_bytes"] for row in found if row["fits"]]
+    assert min(fitting) > 50e6
+    refused = run_command(*asked, "--host-budget", "1MiB")
+    assert refused.code == 3
+    assert "host memory cannot fit" in refused.err
+
+
+@pytest.mark.keeps("host-peak-is-predicted")
+@pytest.mark.parametrize("case", [{}, {"optimizer": "sgd", "micro_batches": 2}, {"budget": "0.7x"}], ids=str)
+def test_a_training_takes_what_was_predicted(case, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("host_memory")
+    shape = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 1024}
+    asked = json.dumps({"model": shape, "batch": 4, **case})
+    command = [sys.executable, str(ROOT / "benchmarks" / "host_memory.py"), "--case", asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert module.is_within(json.loads(done.stdout.splitlines()[-1]))
