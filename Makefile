@@ -71,7 +71,8 @@ test-beside-card: $(CARD_READY)
 # On CUDA's path, without a card: no card, driver or toolkit is needed; Linux and a C compiler are. Tests with true values
 # leave numbers in memory, which operators without them would read as counts: they run in processes of their own.
 # The last two lines: work of streams that nobody waits for happens late.
-WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py null_card.py operators.py captured_bytes.py stream_bytes.py)
+WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py null_card.py operators.py captured_bytes.py \
+  plan_bytes.py stream_bytes.py)
 IN_EVERY_ORDER := $(addprefix tests/card/test_,exact_on_card.py late.py stream_on_card.py)
 test-card: $(CARD_READY)
 	$(ON_CARD) -- $(CARD_BIN)/python -m pytest $(WITHOUT_VALUES) $(CARD_TESTS)
@@ -81,7 +82,7 @@ test-card: $(CARD_READY)
 
 # The same rules and the same bits on the card of this machine, with the kernels that compute (PYTHON: with the CUDA build).
 # cuBLAS is told to keep to one workspace, without which it does not call itself repeatable.
-ON_REAL_CARD := $(addprefix tests/card/test_,operators.py casts.py captured_bytes.py calibration.py)
+ON_REAL_CARD := $(addprefix tests/card/test_,operators.py casts.py captured_bytes.py plan_bytes.py calibration.py)
 REPEATABLE := $(addprefix tests/card/test_,exact_on_card.py recompute_by_hand.py)
 test-real-card:
 	TIGHTFIT_REAL_CARD=1 $(PYTHON) -m pytest $(ON_REAL_CARD) $(CARD_TESTS)

@@ -91,6 +91,7 @@ def measure(case: Case, made: Plan | None, device: torch.device) -> dict[str, An
         model = chosen.build()
     batch = {name: t.to(device) for name, t in TokenBatch(case.size, case.length, chosen.vocabulary).tensors().items()}
     optimizer = build_optimizer(OPTIMIZERS[case.optimizer], model.parameters())
+    fresh_device(device)  # as a plan does when it is applied: what building the model left is given back
     levers: AbstractContextManager[Any] = nullcontext() if made is None else made.apply(model)
     micro_batches = 1 if made is None else made.micro_batches
     with levers:

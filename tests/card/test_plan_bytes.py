@@ -1,0 +1,54 @@
+"""A plan's peak on a card is the predicted one, whatever the process had allocated before: a plan gives that back."""
+
+import gc
+
+import pytest
+import torch
+
+import tightfit
+from tightfit.runtime.internals import clear_cublas_workspaces
+from tightfit.tracing.build import build_dry
+from tiny import decoder, token_batch
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached():
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def left_by_others(logits: int) -> None:
+    """Segments a little larger than the step's largest tensors: the allocator takes such and does not split them."""
+    kept = [torch.empty(logits + MIB * 7 // 10, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    kept.clear()
+
+
+def steps(model, batch) -> int:
+    """Train for three steps, and return the peak of the last one."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("levers", ["exact", ["recompute", "capture"]], ids=["recorded", "captured"])
+def test_a_plan_takes_its_peak_beside_what_others_left_in_the_allocators_cache(levers):
+    batch = token_batch(8, 256)
+    build = lambda: decoder(num_layers=4, hidden_size=128, vocab_size=2000)  # noqa: E731
+    plan = tightfit.plan(build_dry(build), batch, "0.7x", levers=levers, precision="bf16", device="cuda")
+    clear_cublas_workspaces()  # of planning, which asks what a launch takes: a training makes its own
+    before = torch.cuda.memory_allocated()
+    model, on_card = build().cuda(), {name: tensor.cuda() for name, tensor in batch.items()}
+    left_by_others(logits=4 * 8 * 256 * 2000)
+    with plan.apply(model):
+        peak = steps(model, on_card) - before
+    assert peak == plan.peak_bytes
+    assert peak <= plan.budget_bytes
