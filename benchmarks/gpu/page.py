@@ -31,8 +31,8 @@ def beside_the_null_card(record: Record) -> str:
     )
     apart = max(abs(ours["peak_bytes"] - theirs["peak_bytes"]) for _, ours, theirs in own)
     return (
-        f"Of {len(own)} plain steps of our own decoder, {exact} allocated the same bytes, to the byte, on a null card of\n"
-        f"this name with the same wheel ({apart:,} bytes between the others), and {same_reserved} reserved the same.\n"
+        f"Of {len(own)} plain steps of our own decoder, {exact} allocated the same bytes, to the byte, on a null card\n"
+        f"of this name with the same wheel ({apart:,} bytes between others), and {same_reserved} reserved the same.\n"
         f"Of {len(others)} steps of models of transformers, whose release there was another (5.17 beside 5.24),\n"
         f"{exact_others} allocated the same."
     )
@@ -78,9 +78,10 @@ its prediction was written down (`python -m benchmarks.gpu`); the third step is 
 {above} of {plans} plans took more than its budget, by 0.03% (2 MB; see below).
 
 **The null card against it.** {beside_the_null_card(record)}
-So what is left of the errors in bytes is not the card's. Its cause was found on the null card: what building a model
-leaves in the allocator's cache decides which blocks later steps split. Since then a plan gives that back when it is applied, and predictions are exact in 4 of 6 of these steps, within
-1.6 MB in the others (`torch.cuda.empty_cache()` after building does the same for plain steps).
+So what is left of the errors in bytes is not the card's. Its cause was found on the null card: what building a
+model leaves in the allocator's cache decides which blocks later steps split. Since then a plan gives that back
+when it is applied, and predictions are exact in 4 of 6 of these steps, within 1.6 MB in the others
+(`torch.cuda.empty_cache()` after building does the same for plain steps).
 
 **Operators against their rules** (`make test-real-card`): {calls}. Those that differ are cuDNN's: what its engine takes
 for attention (512 bytes, since then in the rule), what its convolutions take (not public, not counted), and the
