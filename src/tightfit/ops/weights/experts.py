@@ -175,7 +175,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         shape, block, ends, transposed = ctx.told
-        held = Held(*ctx.saved_tensors, shape, block)
+        codes, scale = ctx.saved_tensors
+        held = Held(codes, scale, shape, block)
         (gradient,) = gradients
         wanted = ctx.needs_input_grad[0]
         return (_multiplied(gradient, held, ends, not transposed) if wanted else None, *(None,) * 6)
