@@ -117,6 +117,8 @@ class Outcome:
     longest_sequence: Largest | None = None
     largest_batch: Largest | None = None
     levers: tuple[str, ...] = ()
+    streamed_blocks: int = 0  # whose frozen weights are on the host, of `blocks`
+    blocks: int = 0
     micro_batches: int = 1  # whose gradients accumulate
     rounds: bool = False  # whether a lever is exact only to rounding
     world_size: int = 1  # cards; the figures are those of one, but for the tokens, which are those of all
@@ -131,7 +133,8 @@ class Outcome:
     @property
     def name(self) -> str:
         cards = "" if self.parallel is None else f"{self.world_size} cards, {self.parallel}, "
-        return f"{cards}{self.recipe.name}{', shards on the host' if self.host_bytes else ''}"
+        streamed = f", {self.streamed_blocks} of {self.blocks} blocks streamed" if self.streamed_blocks else ""
+        return f"{cards}{self.recipe.name}{streamed}{', shards on the host' if self.host_bytes else ''}"
 
     @property
     def changes(self) -> str:
@@ -162,6 +165,7 @@ class Outcome:
             "step_in_backward": recipe.step_in_backward,
             "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(),
             "levers": list(self.levers),
+            "streamed_blocks": self.streamed_blocks,
             "micro_batches": self.micro_batches,
             "world_size": self.world_size,
             "nodes": self.nodes,

@@ -12,10 +12,12 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit
+from tightfit.levers.stream import frozen_weights
 from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.api import as_plan, levers_of
+from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.host import weight_bytes
-from tightfit.planner.levers import Exactness
+from tightfit.planner.levers import Exactness, Stream, find
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import HostMemory
 from tightfit.planner.request import Request
@@ -123,9 +125,10 @@ class RecipeSearch:
         with leaving_out(lambda: waiting, self.left_out):
             search, model, held = self.search_of(variant, recipes[0])
             limit = search.budget_bytes - UNSEEN_BYTES
-            waiting = [r for r in recipes if least_bytes(r, model, held) <= limit]
+            stays = held - streamable_bytes(search)
+            waiting = [r for r in recipes if least_bytes(r, model, stays) <= limit]
             for recipe in (r for r in recipes if r not in waiting):
-                yield Found(self.hopeless(recipe, least_bytes(recipe, model, held)), search)
+                yield Found(self.hopeless(recipe, least_bytes(recipe, model, stays)), search)
             if waiting:
                 _ = search.plain  # a step that cannot be run dry is not tried once for each optimizer
             for recipe in waiting:
@@ -155,6 +158,8 @@ class RecipeSearch:
             return self.found(search, recipe, plain)
         fixed = search.update_peak(plain) + UNSEEN_BYTES
         if fixed > search.budget_bytes:
+            if streamable_bytes(search):
+                return self.planned(recipe, search)
             return Found(Outcome(recipe, False, plain.peak_bytes, fixed), search)
         needed: list[int] = []
         for rung in search.rungs():
@@ -162,6 +167,8 @@ class RecipeSearch:
             if candidate is not None:
                 return self.found(search, recipe, candidate)
             needed.append(least)
+        if streamable_bytes(search):
+            return self.planned(recipe, search)  # weights go, which the shared traces of the variant hold
         return Found(Outcome(recipe, False, plain.peak_bytes, min(needed)), search)
 
     def offloaded(self, search: VariantSearch, recipe: Recipe) -> Found:
@@ -234,6 +241,7 @@ class RecipeSearch:
         own = search.request.plain.levers
         levers = tuple(lever for lever in levers if lever not in own)
         ran = candidate.trace if plan is None else plan.planned
+        streamed = find(levers, Stream)
         seconds = ran.step_seconds
         tokens = token_count(self.asked.batch)
         return Outcome(
@@ -246,6 +254,8 @@ class RecipeSearch:
             device_seconds=ran.device_seconds,
             tokens_per_second=tokens / seconds if tokens and seconds else None,
             levers=tuple(lever.name for lever in levers),
+            streamed_blocks=0 if streamed is None else len(streamed.paths),
+            blocks=0 if streamed is None else len(search.paths),
             micro_batches=candidate.combination.micro_batches,
             rounds=any(lever.exactness is not Exactness.EXACT for lever in levers),
             host_peak_bytes=self.host_peak_bytes(search.request, candidate.trace),
@@ -290,6 +300,15 @@ class RecipeSearch:
             return self.planned(outcome.recipe, variant)
         search.best = whole
         return Found(self.outcome(search, outcome.recipe, whole, as_plan(search, whole)), variant, whole)
+
+
+def streamable_bytes(search: VariantSearch) -> int:
+    """Bytes of weights that need not be on the device, but for those of the blocks that run; 0 where none may leave."""
+    if not search.request.may(Stream):
+        return 0
+    blocks = frozen_weights(search.request.model, find_blocks(search.request.model, search.request.blocks))
+    sizes = [sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in b}.values()) for b in blocks]
+    return sum(sizes) - max(sizes, default=0)
 
 
 def token_count(batch: Batch) -> int | None:
