@@ -181,3 +181,13 @@ def test_blocks_are_captured_without_the_levers_name_where_the_steps_repay_it(mo
 def test_a_wrong_number_of_steps_is_refused(steps, model, batch):
     with pytest.raises(InputError, match=f"steps is {steps!r}, wanted"):
         tightfit.plan(model, batch, "1x", device=even(), steps=steps)
+
+
+@pytest.mark.parametrize(("steps", "said"), [(None, True), (1, False)])
+def test_a_plan_for_a_card_says_what_captured_blocks_would_save_if_the_step_runs_often(steps, said):
+    wide = tightfit.build_dry(lambda: decoder(hidden_size=256, num_layers=4, vocab_size=2000))
+    batch = tightfit.TokenBatch(8, 512, 2000)
+    made = tightfit.plan(wide, batch, "0.8x", levers=["recompute"], device="h200", precision="bf16", steps=steps)
+    reasons = [each.reason for each in made.rejected if each.levers == "capture"]
+    assert bool(reasons) == said
+    assert all("of each step" in reason and "steps=" in reason for reason in reasons)
