@@ -38,7 +38,7 @@ PYTHON = {
         "Step",
     ),
     "What they return": ("Estimate", "Plan", "Curve", "Largest", "Recipes", "Verification", "Traced"),
-    "Levers by hand": ("recompute", "capture", "offload", "tile", "compile_blocks", "undo", "set_allocator"),
+    "Levers by hand": ("recompute", "capture", "offload", "stream", "tile", "compile_blocks", "undo", "set_allocator"),
     "Train, score, make smaller": ("train", "score", "score_choices", "distil", "prune", "quantise"),
     "Their results": ("TrainResult", "TextScore", "ChoiceScores", "DistilResult", "CompressionReport"),
     "Watch, diagnose, run": ("monitor", "diagnose", "run", "card", "Diagnosis", "CardRun"),

@@ -102,7 +102,7 @@ def test_the_command_line_and_yaml_take_the_same_text_and_json_has_it(tmp_path):
     path.write_text(f"model: {{preset: cpu8}}\ntraining: {{device: '{OWN}'}}\n")
     by_option = tightfit("estimate", path, "--device", OWN, "--json")
     by_key = tightfit("estimate", path, "--json")
-    assert by_option.out == by_key.out
+    assert by_option.answer == by_key.answer
     told = json.loads(by_key.out)
     assert OWN in told["device"]
     assert told["device_bytes"] == 8 * 2**30

@@ -385,5 +385,5 @@ def test_operators_whose_scratch_memory_is_measured_are_watched(monkeypatch):
 
     found = watched()
     assert found == allocator_peak(model, {"x": x}, loss=loss, optimizer="sgd")
-    monkeypatch.setattr(RealRun, "scratch", lambda self, *call: 0)
-    assert watched() < found, "a convolution takes scratch memory at the peak"
+    monkeypatch.setattr(RealRun, "scratch", lambda self, *call: 1 << 24)  # how much it is, the processor decides
+    assert watched() > found + (1 << 23)

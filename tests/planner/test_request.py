@@ -66,7 +66,7 @@ def test_a_step_stands_in_the_place_of_its_arguments():
     step = Step(model, batch, device="rtx4090", grad_clip=1.0)
     assert tightfit.estimate(step) == tightfit.estimate(model, batch, device="rtx4090", grad_clip=1.0)
     given, as_keywords = (
-        made.to_dict()
+        {name: value for name, value in made.to_dict().items() if not name.startswith("host")}  # of this process
         for made in (
             tightfit.plan(step, "0.8x", levers=["recompute"]),
             tightfit.plan(model, batch, "0.8x", device="rtx4090", grad_clip=1.0, levers=["recompute"]),

@@ -80,7 +80,7 @@ def test_the_table_is_within_the_terminal_and_says_what_it_leaves_out(found):
         assert max(map(len, lines)) <= width
         assert any("fp32 weights" in line for line in lines)
         assert sum(line.startswith("    changes ") for line in lines) == min(len(found), len(found.fitting) + NEAREST)
-    assert "Left out, as the terminal is narrow: step." in describe_recipes(found, 80)
+    assert "Left out, as the terminal is narrow: host, step." in describe_recipes(found, 80)
     assert "Left out" not in describe_recipes(found, 120)
     assert found.sentence in str(found).splitlines()[1]
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Self
 import psutil
 from forked_ranks import RanksEnded, command, run_ranks
 
-TIMES = ("tokens_per_second", "seconds", "memory_bytes", "measured_step_seconds", "measured_peak_bytes")
+TIMES = ("tokens_per_second", "seconds", "memory_bytes", "measured_step_seconds", "measured_peak_bytes",
+         "host_peak_bytes", "host_by_category", "measured_host_peak_bytes")  # fmt: skip
 _SYSTEM_CALLS = (
     "create", "append", "write", "truncate", "sync", "close", "rename", "unlink", "mkdir", "rmdir", "sync_folder",
 )  # fmt: skip

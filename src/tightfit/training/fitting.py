@@ -54,7 +54,7 @@ class Fit:
     copy_bytes: int = 0  # of the copy that is written in the background, where it lies beside the step
     buckets: tuple[Bucket, ...] = ()
     is_sharded: bool = False  # the step of a rank of FSDP2
-    host: HostMemory = field(default_factory=HostMemory)  # beside what the step puts there
+    host: HostMemory = field(default_factory=HostMemory, compare=False)  # beside what the step puts there
 
     @property
     def host_by_category(self) -> dict[str, int]:
