@@ -28,16 +28,19 @@ class _Malloc:
 _malloc = _Malloc()
 
 
-def process_bytes(held: Iterable[Tensor]) -> int:
-    """Resident bytes of this process beside the tensors that are `held`, free memory given back.
+def process_bytes(held: Iterable[Tensor], *, tidied: bool) -> int:
+    """Resident bytes of this process beside the tensors that are `held`, if `tidied` with free memory given back.
+
+    Tidying takes a quarter of a second where many libraries are imported: it is for those who asked for a budget.
 
     What libraries load and allocate when a first step computes is there already: a small one is run before. Where
     memory is given back at once, what is free is pieces between small objects, which the next step's objects fill.
     """
     _computed_once()
-    gc.collect()  # of a search for a plan, which no step has
-    if not _malloc.gives_back:
-        give_back()
+    if tidied:
+        gc.collect()  # of a search for a plan, which no step has
+        if not _malloc.gives_back:
+            give_back()
     on_host = [tensor for tensor in held if tensor.device.type == "cpu"]
     return max(0, this_process().memory_info().rss - storage_bytes(on_host))
 

@@ -36,7 +36,8 @@ def host_of(request: Request) -> HostMemory:
     Ranks load their shards one by one, which is not counted.
     """
     on_card = request.device.kind != "cpu"
-    return HostMemory(process_bytes(_held(request)), weight_bytes(request) if on_card and request.world is None else 0)
+    process = process_bytes(_held(request), tidied=request.host_budget is not None)
+    return HostMemory(process, weight_bytes(request) if on_card and request.world is None else 0)
 
 
 def within_host(plan: PlanRecord, request: Request) -> tuple[Request, int] | None:

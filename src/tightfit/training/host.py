@@ -39,7 +39,7 @@ class HostWatch:
 
     def begin(self, fitted: Fit, model: nn.Module) -> None:
         """The prediction for the steps, from what the process takes now. What has been until now is known."""
-        process = process_bytes([*model.parameters(), *model.buffers()])
+        process = process_bytes([*model.parameters(), *model.buffers()], tidied=self.budget_bytes is not None)
         steps = replace(fitted, host=replace(fitted.host, process=process, loaded=0))
         before = highest_rss()
         self.by_category = {PREPARATION: before} if before > steps.host_peak_bytes else steps.host_by_category
