@@ -1,9 +1,11 @@
 """Where a benchmark ran: machine, versions, commit, threads. Every results file holds it."""
 
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,21 @@ def environment() -> dict[str, Any]:
             "gpu": device_name("cuda") if torch.cuda.is_available() else None,
             "system": platform.platform(),
         },
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "transformers": _version("transformers"),
+        },
         "commit": said or (git("rev-parse", "HEAD") if is_checkout() else None),
         "dirty": said is None and is_checkout() and bool(git("status", "--porcelain", "--untracked-files=no")),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
     }
+
+
+def _version(package: str) -> str | None:
+    return metadata.version(package) if importlib.util.find_spec(package) is not None else None
 
 
 def is_checkout(folder: Path = ROOT) -> bool:

@@ -33,7 +33,7 @@ def beside_the_null_card(record: Record) -> str:
     return (
         f"Of {len(own)} plain steps of our own decoder, {exact} allocated the same bytes, to the byte, on a null card\n"
         f"of this name with the same wheel ({apart:,} bytes between others), and {same_reserved} reserved the same.\n"
-        f"Of {len(others)} steps of models of transformers, whose release there was another (5.17 beside 5.24),\n"
+        f"Of {len(others)} steps of models of transformers, whose release on the card was not recorded,\n"
         f"{exact_others} allocated the same."
     )
 
@@ -44,18 +44,37 @@ def errors(record: Record, figure: str) -> list[float]:
     return sorted(abs(predicted / measured - 1) for predicted, measured in found if predicted and measured)
 
 
-def plans_above(record: Record) -> tuple[int, int]:
-    """How many plans took more than their budget, of how many."""
+def plans_above(record: Record) -> tuple[int, int, float]:
+    """How many plans took more than their budget, of how many, and the largest share above."""
     plans = [row for row in record["cases"] if "budget_bytes" in row["predicted"]]
-    return sum(row["measured"]["peak_bytes"] > row["predicted"]["budget_bytes"] for row in plans), len(plans)
+    shares = [row["measured"]["peak_bytes"] / row["predicted"]["budget_bytes"] - 1 for row in plans]
+    return sum(share > 0 for share in shares), len(plans), max(0.0, *shares)
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def rates_of_products() -> tuple[float, float]:
+    """TFLOP/s of bf16 products: the highest that the calibration's fit implied, and that of the two largest steps."""
+    fits = results("gpu_calibration")["device"]["products"]
+    implied = max(2 / whole / 1e12 for name, (whole, *_) in fits.items() if name.endswith("bfloat16"))
+    large = [step for step in results("gpu_times")["steps"] if step["case"].startswith(("1B, 4", "8B"))]
+    seconds = [next(spent for name, _, spent in step["ops"] if name == "aten::mm") / 1e6 for step in large]
+    return implied, statistics.median(
+        6 * step["linear_weights"] * step["tokens"] / spent / 1e12 for step, spent in zip(large, seconds, strict=True)
+    )
 
 
 def on_a_card(record: Record) -> str:
     """The section of docs/accuracy.md."""
     machine, versions = record["environment"]["machine"], record["environment"]["versions"]
     peaks, reserved, seconds = (errors(record, f) for f in ("peak_bytes", "reserved_bytes", "step_seconds"))
-    above, plans = plans_above(record)
-    operators = json.loads((RESULTS / "gpu_operators.json").read_text("utf-8"))["results"]
+    above, plans, share = plans_above(record)
+    implied, reached = rates_of_products()
+    tests = results("gpu_tests")["results"]
+    exact, captured = (next(tests[name] for name in tests if part in name) for part in ("exact", "captured"))
+    operators = results("gpu_operators")["results"]
     kinds = {
         kind: (sum(d["compared"] for d in dtypes.values()), sum(len(d["differ"]) for d in dtypes.values()))
         for kind, dtypes in operators.items()
@@ -75,26 +94,25 @@ its prediction was written down (`python -m benchmarks.gpu`); the third step is 
 | reserved bytes | {statistics.median(reserved):.2%} | {reserved[-1]:.1%} |
 | seconds | {statistics.median(seconds):.1%} | {seconds[-1]:.0%} |
 
-{above} of {plans} plans took more than its budget, by 0.03% (2 MB; see below).
+{above} of {plans} plans took more than its budget, by {share:.2%} (see below).
 
 **The null card against it.** {beside_the_null_card(record)}
-So what is left of the errors in bytes is not the card's. Its cause was found on the null card: what building a
-model leaves in the allocator's cache decides which blocks later steps split. Since then a plan gives that back
-when it is applied, and predictions are exact in 4 of 6 of these steps, within 1.6 MB in the others
-(`torch.cuda.empty_cache()` after building does the same for plain steps).
+So what is left of the errors in bytes is not the card's. Its cause was found on the null card: what building a model
+leaves in the allocator's cache decides which blocks later steps split. Since then a plan gives that back when it is
+applied (`tests/card/test_plan_bytes.py`).
 
 **Operators against their rules** (`make test-real-card`): {calls}. Those that differ are cuDNN's: what its engine takes
 for attention (512 bytes, since then in the rule), what its convolutions take (not public, not counted), and the
 statistics of group norm in 2.11 (since then in the rule).
 
-**Exactness**: 1,905 tests of recompute, captured blocks and their traps are bit-equal on this card
-(`tests/card/test_exact_on_card.py`, `test_recompute_by_hand.py`, with deterministic algorithms), and 5 tests of the
-bytes of captured blocks pass.
+**Exactness**: {exact["passed"]:,} tests of recompute, captured blocks and their traps are bit-equal on this card
+(`tests/card/test_exact_on_card.py`, `test_recompute_by_hand.py`, all cases, with deterministic algorithms;
+{exact["skipped"]} are of the null card itself), and {captured["passed"]} tests of the bytes of captured blocks pass.
 
-What was wrong and is mended since these figures: products were priced at up to 1,778 TFLOP/s, where this card reaches
-800, so steps of large models came out 15 to 33% too short; torch 2.11 gives cuDNN attention with any dropout, which a
-plan of GPT-2 did not expect (+1.2%, and a warning at its first step). Not mended: steps whose launches take longer than
-their kernels (GPT-2, small batches) are predicted up to 31% too short on this host.
+What was wrong and is mended since these figures, but not measured again: the fit of products implied up to
+{implied:,.0f} TFLOP/s in bf16, where the steps of the 1B and of the 8B width reach {reached:.0f}, so these were predicted
+too short; torch 2.11 gives cuDNN attention with any dropout, which a plan of GPT-2 did not expect. Not mended: steps whose
+launches take longer than their kernels (GPT-2, small batches) are predicted too short on this host.
 
 | step | predicted | measured | error | reserved | error | seconds predicted | measured |
 |---|---|---|---|---|---|---|---|
