@@ -110,9 +110,10 @@ statistics of group norm in 2.11 (since then in the rule).
 {exact["skipped"]} are of the null card itself), and {captured["passed"]} tests of the bytes of captured blocks pass.
 
 What was wrong and is mended since these figures, but not measured again: the fit of products implied up to
-{implied:,.0f} TFLOP/s in bf16, where the steps of the 1B and of the 8B width reach {reached:.0f}, so these were predicted
-too short; torch 2.11 gives cuDNN attention with any dropout, which a plan of GPT-2 did not expect. Not mended: steps whose
-launches take longer than their kernels (GPT-2, small batches) are predicted too short on this host.
+{implied:,.0f} TFLOP/s in bf16, where the steps of the 1B and of the 8B width reach {reached:.0f}, so these were
+predicted too short; torch 2.11 gives cuDNN attention with any dropout, which a plan of GPT-2 did not expect.
+Not mended: steps whose launches take longer than their kernels (GPT-2, small batches) are predicted too short
+on this host.
 
 | step | predicted | measured | error | reserved | error | seconds predicted | measured |
 |---|---|---|---|---|---|---|---|
