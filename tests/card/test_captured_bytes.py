@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from three_steps import peak_of_the_third
 
 import tightfit
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
@@ -27,20 +28,6 @@ def growing_segments(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def steps(model, batch, precision: str) -> int:
-    """Train for three steps, and return the peak of the last one."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        torch.cuda.reset_peak_memory_stats()
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
-            loss = model(**batch).loss
-        loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return torch.cuda.max_memory_allocated()
-
-
 @pytest.mark.usefixtures("growing_segments")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL], ids=["keep all", "recompute all"])
@@ -51,7 +38,7 @@ def test_captured_blocks_take_the_predicted_bytes_on_a_card(policy, precision):
     plain = tightfit.estimate(dry, batch, device="cuda", precision=precision).peak_bytes
     model = decoder().cuda()
     with tightfit.capture(model, "layers.*", policy=policy):
-        measured = steps(model, {name: tensor.cuda() for name, tensor in batch.items()}, precision)
+        measured = peak_of_the_third(model, {name: tensor.cuda() for name, tensor in batch.items()}, precision)
     assert measured == predicted
     assert (predicted < plain) == (policy == RECOMPUTE_ALL)
 
@@ -65,5 +52,7 @@ def test_a_plan_with_captured_blocks_takes_its_peak_on_a_card():
     assert any(choice.captured for choice in plan.choices)
     model = decoder().cuda()
     with plan.apply(model):
-        assert steps(model, {name: tensor.cuda() for name, tensor in batch.items()}, "bf16") == plan.peak_bytes
+        assert (
+            peak_of_the_third(model, {name: tensor.cuda() for name, tensor in batch.items()}, "bf16") == plan.peak_bytes
+        )
     assert plan.peak_bytes <= plan.budget_bytes

@@ -175,11 +175,12 @@ def losses(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("cases", [attention, by_rows, by_places, products, layouts, losses])
-def test_operators_allocate_what_the_rules_say_in_their_order(cases, dtype):
-    properties = torch.cuda.get_device_properties(0)
-    role = CudaRole((properties.major, properties.minor), properties.multi_processor_count)
+KINDS = (attention, by_rows, by_places, products, layouts, losses)
+
+
+def compare(
+    cases: Callable[[torch.dtype], Iterator[Callable[[], Any]]], dtype: torch.dtype, role: CudaRole
+) -> Allocations:
     # In both threads, so that the workspaces of cuBLAS are there.
     (torch.empty(2, 2, device="cuda", requires_grad=True) @ torch.empty(2, 2, device="cuda")).sum().backward()
     with Allocations(role) as compared:
@@ -187,5 +188,13 @@ def test_operators_allocate_what_the_rules_say_in_their_order(cases, dtype):
             result = call()
             if isinstance(result, torch.Tensor) and result.grad_fn is not None:
                 result.backward(torch.empty_like(result))
+    return compared
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("cases", KINDS)
+def test_operators_allocate_what_the_rules_say_in_their_order(cases, dtype):
+    properties = torch.cuda.get_device_properties(0)
+    compared = compare(cases, dtype, CudaRole((properties.major, properties.minor), properties.multi_processor_count))
     assert compared.seen > 20
     assert compared.other == []

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from three_steps import peak_of_the_third
 
 import tightfit
 from tightfit.runtime.internals import clear_cublas_workspaces
@@ -25,20 +26,6 @@ def left_by_others(logits: int) -> None:
     kept.clear()
 
 
-def steps(model, batch) -> int:
-    """Train for three steps, and return the peak of the last one."""
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        torch.cuda.reset_peak_memory_stats()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return torch.cuda.max_memory_allocated()
-
-
 @pytest.mark.parametrize("levers", ["exact", ["recompute", "capture"]], ids=["recorded", "captured"])
 def test_a_plan_takes_its_peak_beside_what_others_left_in_the_allocators_cache(levers):
     batch = token_batch(8, 256)
@@ -49,6 +36,6 @@ def test_a_plan_takes_its_peak_beside_what_others_left_in_the_allocators_cache(l
     model, on_card = build().cuda(), {name: tensor.cuda() for name, tensor in batch.items()}
     left_by_others(logits=4 * 8 * 256 * 2000)
     with plan.apply(model):
-        peak = steps(model, on_card) - before
+        peak = peak_of_the_third(model, on_card, "bf16") - before
     assert peak == plan.peak_bytes
     assert peak <= plan.budget_bytes
