@@ -88,7 +88,8 @@ def _say_what_it_would_save(search: Search) -> None:
     if request.device.kind == "cuda" and saved >= WORTH_A_WORD * best.seconds:
         reason = (
             f"would save about {format_seconds(saved)} of each step, after {format_seconds(RECORDING_SECONDS)} of "
-            f"recording: say how many steps will run (steps={math.ceil(RECORDING_SECONDS / saved)} or more), or name it"
+            f"recording: say how many steps will run (steps={math.ceil(RECORDING_SECONDS / saved)} or more), or name "
+            "capture among the levers"
         )
         search.rejected.append(Rejected(CapturedBlocks.title, reason))
 
