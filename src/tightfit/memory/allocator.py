@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.runtime.internals import recorded_allocations
+
 _ELSEWHERE = "_tightfit_elsewhere"  # of a storage that maps a file
 # Kineto, on which the profiler is built, reads this variable on first use. Below this level it writes lines to stderr
 # whenever a profile starts or stops. Its highest level is 5 (USDT).
@@ -94,14 +96,20 @@ class Rise(NamedTuple):
 
 
 def recorded_rise(profile: torch.profiler.profile) -> Rise:
-    """The bytes that the CPU's allocator allocated during an ended profile with `profile_memory`."""
-    results: Any = profile.profiler and profile.profiler.kineto_results
-    assert results is not None, "the profile has ended"
+    """The bytes that the CPU's allocator allocated during an ended profile with `profile_memory`.
+
+    Memory that was there before the profile is not counted when it is freed: the allocator reports such a free only if an
+    earlier profile saw that address given out, and with the bytes that it had then.
+    """
     now = highest = 0
-    for event in results.events():
-        if event.name() == "[memory]" and event.device_type().name == "CPU":
-            now += event.nbytes()
+    held: dict[int, int] = {}
+    for address, nbytes in recorded_allocations(profile):
+        if nbytes > 0:
+            held[address] = nbytes
+            now += nbytes
             highest = max(highest, now)
+        else:
+            now -= held.pop(address, 0)
     return Rise(highest, now)
 
 

@@ -3,7 +3,7 @@
 Every name exists in torch 2.11, 2.12 and 2.13. If a release lacks one, its replacement here says so.
 """
 
-from tightfit.runtime.internals.allocator import allocator_settings, set_allocator_settings
+from tightfit.runtime.internals.allocator import allocator_settings, recorded_allocations, set_allocator_settings
 from tightfit.runtime.internals.autograd import (
     ENGINE_CODE,
     at_end_of_backward,
@@ -200,6 +200,7 @@ __all__ = [
     "operators_with_kernel",
     "process_group_exists",
     "process_groups_aside",
+    "recorded_allocations",
     "recorded_call",
     "recorded_value",
     "recording_backend",
