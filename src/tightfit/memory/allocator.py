@@ -98,8 +98,8 @@ class Rise(NamedTuple):
 def recorded_rise(profile: torch.profiler.profile) -> Rise:
     """The bytes that the CPU's allocator allocated during an ended profile with `profile_memory`.
 
-    Memory that was there before the profile is not counted when it is freed: the allocator reports such a free only if an
-    earlier profile saw that address given out, and with the bytes that it had then.
+    Memory from before the profile is not counted when it is freed: the allocator reports such a free only if an earlier
+    profile saw that address given out, and with the bytes that it had then.
     """
     now = highest = 0
     held: dict[int, int] = {}
