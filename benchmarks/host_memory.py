@@ -80,6 +80,7 @@ _CARD: dict[str, dict[str, Any]] = {
         "levers": ["exact", "offload"],
         "optimizer": "offloaded_adamw",
     },
+    "frozen blocks streamed to a card": {"card": True, "model": _WIDE, "frozen": "layers.", "streamed": "layers.*"},
 }
 
 
@@ -90,6 +91,8 @@ def run(case: Mapping[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(**case.get("model", _SMALL), max_position_embeddings=1024))
     model.to(getattr(torch, case.get("dtype", "float32")))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(case.get("frozen", "-")))
     size, length, vocabulary = case.get("batch", 8), case.get("length", 256), model.embedding.num_embeddings
     ids = torch.randint(vocabulary, (size, length))
     batch, device = {"input_ids": ids, "labels": ids}, "cuda" if card else "cpu"
@@ -99,7 +102,11 @@ def run(case: Mapping[str, Any]) -> dict[str, Any]:
     how["device"] = "rtx4090" if card else "cpu"
     budget = case.get("budget")
     found: Any
-    if budget is None:
+    if "streamed" in case:
+        with tightfit.stream(model, case["streamed"]):
+            found = tightfit.estimate(model, batch, **how)
+        levers = tightfit.stream(model, case["streamed"], device=device)
+    elif budget is None:
         found, levers = tightfit.estimate(model, batch, **how), nullcontext()
     else:
         found = tightfit.plan(model, batch, budget, levers=case.get("levers"), **how)

@@ -12,6 +12,7 @@ from trap_streams import STREAMS, has_frozen
 import tightfit
 from adapted_blocks import KINDS, built, loss
 from exactness import assert_bit_equal, run
+from tightfit.errors import LeverError
 from tightfit.levers.stream import lever
 from tightfit.runtime.streams import CudaStreams
 
@@ -65,6 +66,14 @@ def test_a_model_of_the_host_goes_to_the_card_without_its_blocks():
         assert all(p.grad.is_cuda for p in model.parameters() if p.requires_grad)
     torch.manual_seed(0)
     assert torch.equal(found, loss(plain, there))
+
+
+def test_a_model_that_goes_to_the_card_after_stream_is_refused():
+    model, x = built()
+    with tightfit.stream(model, "layers.*"):
+        model.cuda()
+        with pytest.raises(LeverError, match=r"layers\.0 is streamed on the CPU .* device=\"cuda\""):
+            loss(model, x.cuda())
 
 
 def test_the_copies_are_waited_for(monkeypatch):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import tightfit
+from adapted_blocks import built, of_batch
 from command_line import tightfit as run_command
 from tightfit.errors import CannotFit
 from tightfit.models.decoder import Decoder
@@ -18,6 +20,7 @@ from tightfit.planner.records import HostMemory
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = tightfit.TokenBatch(4, 32, 280)
+PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -58,6 +61,19 @@ def test_what_a_plan_offloads_is_in_the_host(model):
     plan = tightfit.plan(model, batch, "0.95x", device="rtx4090", levers=["offload"], optimizer="sgd")
     (lever,) = plan.levers
     assert plan.host_by_category["activations"] == lever.bytes > 0
+
+
+@pytest.mark.keeps("streamed-peak")
+def test_streamed_weights_are_in_the_hosts_memory_where_a_card_runs_their_blocks():
+    model, x = built()
+    plain = tightfit.estimate(model, {"x": x.detach()}, loss=of_batch, device="rtx4090")
+    with tightfit.stream(model, "layers.*"):
+        found = tightfit.estimate(model, {"x": x.detach()}, loss=of_batch, device="rtx4090")
+        on_cpu = tightfit.estimate(model, {"x": x.detach()}, loss=of_batch, device="cpu")
+    frozen = [p for layer in model["layers"] for p in layer.parameters() if not p.requires_grad and p.nbytes >= 512]
+    assert "parameters" not in plain.host.by_category(plain.step_figures.host_by_category)
+    assert found.step_figures.host_by_category["parameters"] == sum(-(-p.nbytes // PAGE) * PAGE for p in frozen)
+    assert on_cpu.host_by_category["parameters"] == on_cpu.by_category["parameters"]  # the others are in a file
 
 
 @pytest.mark.parametrize("device", ["cpu", "rtx4090"])

@@ -69,10 +69,11 @@ def tile_paths(model: nn.Module, paths: Sequence[str], tokens: int) -> Applied:
 class TiledForward(FrugalForward):
     """Replaces the forward of a module that treats each token by itself."""
 
+    tried = False
+
     def __init__(self, module: nn.Module, path: str, tokens: int):
         super().__init__(module, path)
         self.tokens = tokens
-        self.tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.removed or transforms_are_active():  # `Tiled` is an autograd.Function without a rule for transforms

@@ -83,15 +83,17 @@ class DiskStore:
     """Mutable: an unnamed file in `folder`, at most `budget_bytes` long.
 
     `folder` None is the system's folder for temporary files (`TMPDIR`). `budget_bytes` None is half of the free space.
+    `user` is the lever that errors name.
     Raises `OutputError` if no file can be made in the folder, and `LeverError` if the budget exceeds the free space.
     """
 
-    def __init__(self, folder: str | Path | None = None, budget_bytes: int | None = None):
+    def __init__(self, folder: str | Path | None = None, budget_bytes: int | None = None, *, user: str = "offload"):
+        self.user = user
         self.folder = Path(folder) if folder is not None else Path(tempfile.gettempdir())
         free_bytes = self._free_bytes()
         if budget_bytes is not None and budget_bytes > free_bytes:
             raise LeverError(
-                f"offload: {format_bytes(budget_bytes)} are more than the {format_bytes(free_bytes)} that are free in "
+                f"{user}: {format_bytes(budget_bytes)} are more than the {format_bytes(free_bytes)} that are free in "
                 f"{self.folder}: lower the budget or name a folder on another disk"
             )
         self.budget_bytes = int(free_bytes * SHARE_OF_FREE_SPACE) if budget_bytes is None else budget_bytes
@@ -104,7 +106,7 @@ class DiskStore:
             return shutil.disk_usage(self.folder).free
         except OSError as error:
             raise OutputError(
-                f"offload: {self.folder} cannot be used: {error.strerror}: name another folder"
+                f"{self.user}: {self.folder} cannot be used: {error.strerror}: name another folder"
             ) from error
 
     def _open(self) -> int:
@@ -112,7 +114,7 @@ class DiskStore:
             file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 (open as long as the store lives)
         except OSError as error:
             raise OutputError(
-                f"offload: no file can be made in {self.folder}: {error.strerror}: name another folder"
+                f"{self.user}: no file can be made in {self.folder}: {error.strerror}: name another folder"
             ) from error
         weakref.finalize(self, file.close)
         return file.fileno()

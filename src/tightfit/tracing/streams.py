@@ -10,10 +10,12 @@ from tightfit.devices.clocks import Seconds
 from tightfit.levers.activity import players
 from tightfit.levers.stream.lever import rings_on
 from tightfit.levers.stream.ring import Ring
+from tightfit.levers.stream.tiers import in_pages
 from tightfit.levers.stream.window import Window
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.copies import BACK, STREAM, WAIT, Clock, copies_played
 from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.record import Category
 from tightfit.tracing.shapes import TensorShape
 
 
@@ -60,8 +62,11 @@ class PlayedMoves:
         self._ends: dict[int, tuple[int, float]] = {}  # of copies under way: the step, and the time
 
     def begin(self, here: set[int]) -> None:
-        for number in self._sizes:
+        for number, sizes in self._sizes.items():
             self._resize(number, there=number in here)
+            if simulation.of_cuda:  # a file on a CPU
+                for _, nbytes in sizes:
+                    self._dry.ledger.reserve_on_host(in_pages(nbytes), Category.PARAMETER)
 
     def bring(self, number: int) -> None:
         self._dry.begin([])

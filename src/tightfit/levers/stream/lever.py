@@ -251,6 +251,11 @@ class StreamedForward(FrugalForward):
             raise LeverError(
                 f"{self.path} is streamed, and a weight of it that was frozen is trained now: undo() the stream first"
             )
+        if self.ring.device.type == "cpu" and any(tensor.is_cuda for tensor in tensors_in((args, kwargs))):
+            raise LeverError(
+                f"{self.path} is streamed on the CPU and gets tensors of a card: move the model there first, or "
+                'give stream device="cuda"'
+            )
         back = backward_is_running()  # a checkpoint runs the block again
         with self.ring.running(self.place, back=back, again=not torch.is_grad_enabled()):
             outputs = self._observed(*args, **kwargs)

@@ -58,7 +58,7 @@ class FileTier:
     """Weights of a CPU's blocks, in an unnamed file in `folder` (None: the folder for temporary files)."""
 
     def __init__(self, folder: str | Path | None):
-        self._store = DiskStore(folder)
+        self._store = DiskStore(folder, user="stream")
 
     def keep(self, content: torch.UntypedStorage) -> InFile:
         count = content.nbytes()
