@@ -73,6 +73,13 @@ def test_a_path_a_module_and_a_repository_are_refused(model):
     assert "is no published name" in text
 
 
+def test_a_file_of_adapters_is_refused(tmp_path):
+    (tmp_path / "adapter.json").write_text('{"r": 4}')
+    wrong, text = ask("estimate", model="cpu8", device="rtx4090", adapter=str(tmp_path / "adapter.json"))
+    assert wrong
+    assert text.endswith("an adapter is no file here: pass its keys, such as r=16,alpha=32")
+
+
 def test_sizes_and_times_are_limited():
     wrong, text = ask("estimate", model="cpu8", device="rtx4090", seq_len=2**21)
     assert wrong
@@ -91,6 +98,12 @@ def test_the_command_speaks_the_protocol_over_stdin_and_stdout():
     wrong, text = ask("doctor", of=command, log=LOG)
     assert not wrong, text
     assert "2.00 GiB were requested" in text
+
+
+def test_a_script_that_ends_before_a_card_is_asked_for_is_said_to():
+    wrong, text = ask("run", of=server(allow_run=True), script="raise SystemExit(0)", device="rtx-nothing")
+    assert wrong
+    assert "rtx-nothing" in text
 
 
 def test_an_optimizer_is_a_name_and_no_code_to_import():

@@ -22,11 +22,25 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 └── VerificationFailed           exit code 4: a plan changed what the step computes
 """
 
+import json
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 LONGEST_LINE = 1000  # characters that an error about a configuration has
+
+
+def why_unreadable(error: Exception) -> str:
+    """The reason in an error of reading a file, on one line, where the file is named beside it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text: {error.reason} at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return (
+            f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}" if error.doc else "it is empty"
+        )
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class TightfitError(Exception):

@@ -1,14 +1,17 @@
 """`tightfit run`: scripts, unchanged, on cards that are not there."""
 
+import asyncio
 import dataclasses
 import json
 import subprocess
 import sys
 
+import mcp
 import pytest
 import torch
 
 import tightfit
+from tightfit.cli.assistants import server
 from tightfit.devices.nullcard.card import card_of
 from tightfit.errors import InputError, TightfitError
 from tightfit.training.monitoring.cards.command import _of_training, _result
@@ -192,3 +195,23 @@ def test_each_rank_of_torchrun_has_its_row(tmp_path):
     assert run.fits
     assert [(rank.rank, rank.card, len(rank.steps)) for rank in run.ranks] == [(0, 0, 3), (1, 1, 3)]
     assert run.ranks[0].peak_bytes < run.ranks[1].peak_bytes == run.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TRAINING.replace("ROWS", "4096"), ["Fits", "peak ", "RTX 4090"]),
+        (TRAINING.replace("ROWS", str(2**23)), ["Does not fit", "32.00 GiB"]),
+        ("raise ValueError('of the script')", ["ValueError: of the script"]),
+    ],
+    ids=["fits", "does not fit", "fails"],
+)
+def test_an_assistant_runs_a_script_by_the_protocols_own_client(text, said):
+    async def asked():
+        async with mcp.Client(server(allow_run=True)) as client:
+            return await client.call_tool("run", {"script": text, "device": "rtx4090", "steps": 2})
+
+    found = asyncio.run(asked())
+    answer = "\n".join(part.text for part in found.content)
+    assert not found.is_error, answer
+    assert [each for each in said if each not in answer] == [], answer

@@ -2,9 +2,10 @@
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.errors import ConfigError, InputError
+from tightfit.errors import ConfigError, InputError, why_unreadable
 
 if TYPE_CHECKING:
     from tightfit.training.config import AdapterConfig
@@ -21,6 +22,7 @@ def adapter_setting(text: str, base: str | None) -> str:
     """
     given: dict[str, str] = {}
     if text.endswith(".json"):
+        _demand_mapping(text)
         given["config"] = json.dumps(text)
     for item in () if text == DEFAULT or given else (part.strip() for part in text.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
@@ -37,6 +39,17 @@ def adapter_setting(text: str, base: str | None) -> str:
     if base is not None:
         given["base"] = base
     return f"{{{', '.join(f'{key}: {value}' for key, value in given.items())}}}"
+
+
+def _demand_mapping(file: str) -> None:
+    """Raises `InputError` unless the file is JSON with keys: before anything is imported or run dry."""
+    try:
+        if not isinstance(json.loads(Path(file).read_text("utf-8")), dict):
+            raise ValueError("it holds no mapping of keys")
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--adapter {file!r}: {why_unreadable(error)}: give the JSON of a PeftConfig, or keys such as r=16,alpha=32"
+        ) from None
 
 
 def base_of(setting: str) -> str | None:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from mcp.server import MCPServer
 
 COLUMNS = 120
-LOG_BYTES = 2**20  # of a log or a script
+LOG_BYTES = 2**20  # of a log, a script or its output
 DEFAULT_SECONDS = 300
-ANSWERED = (0, 3)  # exit codes: done, and nothing fits
+LINES = 200  # of a script's output with the report behind it
+ANSWERED, INPUT_IS_WRONG = (0, 3), 2  # exit codes: done, and nothing fits
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 INSTRUCTIONS = (
     "Predicts the GPU memory and time of training or fine-tuning a transformer, from a dry run; needs no GPU and no "
@@ -136,7 +137,11 @@ class Tools:
         """
         files = {"train.py": _small("the script", script)}
         limits = [f"--device={device}", f"--steps={steps}", f"--timeout={self.seconds}"]
-        return self._run(["run", *limits, "--", sys.executable, "train.py"], files)
+        done = self._done(["run", *limits, "--", sys.executable, "train.py"], files)
+        if done.returncode == INPUT_IS_WRONG and done.stderr.startswith("error: "):  # and no script has run
+            raise TightfitError(_errors(done))
+        said = [*done.stdout.splitlines(), *done.stderr.splitlines()]  # the script's, then also what was measured
+        return "\n".join(said[-LINES:])[-LOG_BYTES:]
 
     def _asked(
         self, command: str, model: str, device: str, seq_len: int, batch_size: int, **options: str | None
@@ -148,6 +153,8 @@ class Tools:
         # An assistant names no code that this machine imports.
         if optimizer is not None and optimizer.partition(":")[0] not in OPTIMIZERS:
             raise InputError(f"optimizer {optimizer!r} is not known here: choose one of {', '.join(OPTIMIZERS)}")
+        if (options.get("adapter") or "").endswith(".json"):  # which the command would read
+            raise InputError("an adapter is no file here: pass its keys, such as r=16,alpha=32")
         name, files = _model(model)
         given = {"device": device, "seq-len": seq_len, "batch-size": batch_size, **options}
         asked = [f"--{option}={value}" for option, value in given.items() if value is not None]
@@ -155,11 +162,17 @@ class Tools:
 
     def _run(self, arguments: list[str], files: dict[str, str], text: str = "") -> str:
         """The text that the command prints. Raises `TightfitError` with its one line."""
+        done = self._done(arguments, files, text)
+        if done.returncode not in ANSWERED:
+            raise TightfitError(_errors(done))
+        return f"{done.stdout.rstrip()}\n{_errors(done, '')}".strip()
+
+    def _done(self, arguments: list[str], files: dict[str, str], text: str = "") -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory() as folder:
             for name, content in files.items():
                 Path(folder, name).write_text(content, "utf-8")
             try:
-                done = subprocess.run(
+                return subprocess.run(
                     [sys.executable, "-m", "tightfit", *arguments],
                     cwd=folder, input=text, capture_output=True, text=True, timeout=self.seconds,
                     env=os.environ | OFFLINE | {"COLUMNS": str(COLUMNS)},
@@ -168,10 +181,12 @@ class Tools:
                 raise TightfitError(
                     f"no answer within {self.seconds} s: ask for fewer tokens or a smaller model"
                 ) from None
-        errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-        if done.returncode not in ANSWERED:
-            raise TightfitError(" ".join(errors) or f"the command ended with {done.returncode}")
-        return "\n".join([done.stdout.rstrip(), *errors]).strip()
+
+
+def _errors(done: "subprocess.CompletedProcess[str]", otherwise: str | None = None) -> str:
+    """The lines in which a command says what is wrong."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    return "\n".join(lines) or (f"the command ended with {done.returncode}" if otherwise is None else otherwise)
 
 
 def _model(model: str) -> tuple[str, dict[str, str]]:

@@ -15,12 +15,12 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tightfit.errors import ModelError
+from tightfit.errors import ModelError, why_unreadable
 from tightfit.models.decoder import Decoder
 from tightfit.names import FEW_BITS
 from tightfit.ops.weights.experts import fused_experts
 from tightfit.ops.weights.low_bit import freeze_in_low_bits, is_in_low_bits, linear_layers
-from tightfit.training.config.schema import AdapterConfig
+from tightfit.training.config.schema import AdapterConfig, ModelConfig, PretrainedModel
 
 ALL_LINEAR = "all-linear"
 INSTALL_HINT = "pip install 'tightfit[hf]'"
@@ -70,10 +70,8 @@ def _from_file(path: str, model: nn.Module) -> Any:
     """The `PeftConfig` in a JSON file. Without `peft_type` it is a LoRA's; it is there to be trained. Raises
     `ModelError`.
     """
+    given = _keys(path)
     try:
-        given = json.loads(Path(path).read_text("utf-8"))
-        if not isinstance(given, dict):
-            raise ValueError("it holds no mapping of keys")
         given = {"peft_type": "LORA", "task_type": _task(model), **given, "inference_mode": False}
         known = _peft().mapping.PEFT_TYPE_TO_CONFIG_MAPPING.get(given["peft_type"])
         if known is None:
@@ -83,12 +81,32 @@ def _from_file(path: str, model: nn.Module) -> Any:
             near = difflib.get_close_matches(unknown[0], [field.name for field in fields(known)], n=1)
             raise ValueError(f"{known.__name__} has no {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
         made = known(**given)
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"model.adapter.config {path}: {' '.join(str(error).split())}") from error
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"model.adapter.config {path}: {why_unreadable(error)}") from error
     if hasattr(made, "target_modules") and made.target_modules is None and given["peft_type"] == "LORA":
         targets = usual_layers(model)
         made.target_modules = set(targets) if isinstance(targets, tuple) else targets
     return made
+
+
+def _keys(path: str) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises `ModelError`."""
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no mapping of keys")
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.adapter.config {path}: {why_unreadable(error)}: give the JSON of a PeftConfig, as save_pretrained "
+            "writes adapter_config.json"
+        ) from error
+    return found
+
+
+def demand_adapters(section: ModelConfig) -> None:
+    """Raises `ModelError` where a section names a file of adapters that cannot be read."""
+    if isinstance(section, PretrainedModel) and section.adapter is not None and section.adapter.config is not None:
+        _keys(section.adapter.config)
 
 
 def usual_layers(model: nn.Module) -> str | tuple[str, ...] | None:
@@ -153,7 +171,7 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
         with _no_idle_warnings():
             return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{folder}: does not hold adapters of this model: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{folder}: does not hold adapters of this model: {why_unreadable(error)}") from error
 
 
 def merged(model: Any) -> nn.Module:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tightfit.errors import ModelError, OutputError
+from tightfit.errors import ModelError, OutputError, why_unreadable
 from tightfit.models.adapters import is_adapted, merged
 from tightfit.models.decoder import Block, Decoder
 from tightfit.models.feed_forward import GatedMLP, MixtureOfExperts
@@ -173,7 +173,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a mapping
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path}: cannot be read: {error}") from error
+            raise ModelError(f"{path}: cannot be read: {why_unreadable(error)}") from error
     return {name: tensor for name, tensor in found.items() if not name.endswith(_IDLE)}
 
 
@@ -217,8 +217,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(part, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"{folder}: cannot be written: {reason}: make room, or give another folder") from error
+        raise OutputError(
+            f"{folder}: cannot be written: {why_unreadable(error)}: make room, or give another folder"
+        ) from error
 
 
 def _sync(path: Path) -> None:

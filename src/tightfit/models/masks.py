@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from tightfit.errors import ModelError
+from tightfit.errors import ModelError, why_unreadable
 from tightfit.names import MASKS as MASKS_FILE
 from tightfit.training.config.schema import ModelConfig, PretrainedModel
 
@@ -39,7 +39,7 @@ def read_masks(folder: str | Path) -> dict[str, Tensor]:
             shapes = json.loads((file.metadata() or {})[_SHAPES])
             return {name: _unpacked(file.get_tensor(name), tuple(shape)) for name, shape in shapes.items()}
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: holds no masks: {' '.join(str(error).split())}: prune the model again") from error
+        raise ModelError(f"{path}: holds no masks: {why_unreadable(error)}: prune the model again") from error
 
 
 def _unpacked(packed: Tensor, shape: tuple[int, ...]) -> Tensor:

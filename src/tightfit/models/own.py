@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model as load_weights
 from safetensors.torch import save_model as save_weights
 
-from tightfit.errors import ModelError
+from tightfit.errors import ModelError, why_unreadable
 from tightfit.models.decoder import Decoder, DecoderConfig
 
 CONFIG_FILE = "config.json"
@@ -55,7 +55,9 @@ def load_decoder(folder: Path, dtype: str = "auto") -> Decoder:
     try:
         load_weights(model, str(folder / WEIGHTS_FILE))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{folder / WEIGHTS_FILE}: does not hold this model's weights: {error}") from error
+        raise ModelError(
+            f"{folder / WEIGHTS_FILE}: does not hold this model's weights: {why_unreadable(error)}"
+        ) from error
     return model
 
 
@@ -89,10 +91,10 @@ def read_config(path: Path) -> dict[str, Any]:
     """The mapping in a config.json. Raises `ModelError`."""
     try:
         raw = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}: give the folder of a finished run") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path}: cannot be read: {why_unreadable(error)}: give the folder of a finished run"
+        ) from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: holds no mapping: give the folder of a finished run")
     return raw

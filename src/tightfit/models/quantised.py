@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from tightfit.errors import ModelError
+from tightfit.errors import ModelError, why_unreadable
 from tightfit.models.decoder import Decoder
 from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.own import CONFIG_FILE, QUANTISED_KEY, decoder_config, read_config, write_decoder_config
@@ -74,7 +74,7 @@ def load_quantised(folder: Path) -> nn.Module:
         with safe_open(path, framework="pt") as file:
             _fill(model, record, file, method)
     except (OSError, SafetensorError, KeyError, AttributeError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = why_unreadable(error)
         raise ModelError(f"{path}: does not hold this model's weights: {reason}: quantise the model again") from error
     return model.requires_grad_(False).eval()
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tightfit.errors import ModelError
+from tightfit.errors import ModelError, why_unreadable
 from tightfit.names import QUANTISED_FILE
 
 # Not model.safetensors: other readers would find none of the names that they want, and start from random weights.
@@ -45,7 +45,7 @@ def read_record(folder: Path) -> QuantisedRecord:
     try:
         raw = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read: {' '.join(str(error).split())}: quantise the model again") from error
+        raise ModelError(f"{path}: cannot be read: {why_unreadable(error)}: quantise the model again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ModelError(f"{path}: is of another format than {FORMAT}: quantise the model again with this tightfit")
     kinds = {entry.name: type_ for entry, type_ in zip(fields(QuantisedRecord), _KINDS, strict=True)}

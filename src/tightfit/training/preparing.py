@@ -10,6 +10,7 @@ from torch import nn
 from tightfit.devices.present import lookup_present
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit
+from tightfit.models.adapters import demand_adapters
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.saving import saved_bytes
@@ -85,6 +86,7 @@ class Preparation:
 
     def prepared(self) -> Prepared:
         config, checkpoint, ranks = self.config, self.checkpoint, self.ranks
+        demand_adapters(config.model)  # before a device is measured and data are read, which may take long
         training, notice = config.training, self.reporter.on_note
         with ranks.first_goes_ahead():
             device = lookup_present(None if training.device == "auto" else training.device, notice=notice)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tightfit.errors import SourceError
+from tightfit.errors import SourceError, why_unreadable
 from tightfit.models.adapters import ADAPTER_CONFIG, is_adapted, merged
 from tightfit.models.decoder import Decoder
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
@@ -158,7 +158,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise SourceError(f"{path}: cannot be read: {' '.join(str(error).split())}: {WANTED}") from error
+        raise SourceError(f"{path}: cannot be read: {why_unreadable(error)}: {WANTED}") from error
     if not isinstance(raw, dict):
         raise SourceError(f"{path}: holds no mapping: {WANTED}")
     return raw

@@ -63,7 +63,9 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{folder}: cannot be read: {error.strerror or error}: give the folder of a run"
+        ) from error
     steps = {path: step for path in paths if (step := step_of(path.name)) is not None}
     return sorted(steps, key=lambda path: (steps[path], not is_old(path.name), path.name))
 

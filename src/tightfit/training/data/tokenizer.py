@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tightfit.errors import DataError, OutputError
+from tightfit.errors import DataError, OutputError, why_unreadable
 from tightfit.training.data.bad_lines import BadLine
 from tightfit.training.data.chat_template import CHATML, TURN_BEGIN, TURN_END, ChatTemplate
 from tightfit.training.data.chats import ChatEncoder
@@ -223,7 +223,7 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(f"{path}: cannot be read: {why_unreadable(error)}") from error
 
 
 def _config(file: Path, beside: Mapping[str, str]) -> Mapping[str, Any]:
