@@ -128,7 +128,7 @@ def present_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     name = request.config.getoption("calibration")
     if name not in CALIBRATIONS:
         raise pytest.UsageError(f"--calibration {name!r} is not known: take one of {', '.join(CALIBRATIONS)}")
-    spec, measure = CALIBRATIONS[name](), present.calibrate
+    spec, measure, rough = CALIBRATIONS[name](), present.calibrate, present.rough
 
     def disk_rates(folder: str | Path | None = None):
         DiskStore(folder)  # a folder that cannot be used is refused as ever
@@ -137,6 +137,7 @@ def present_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIGHTFIT_CACHE", str(tmp_path_factory.mktemp("calibrations")))
         patch.setattr(present, "calibrate", lambda kind: spec if kind == "cpu" else measure(kind))
+        patch.setattr(present, "rough", lambda kind: spec if kind == "cpu" else rough(kind))
         patch.setattr(planning, "disk_rates", disk_rates)
         present.measure("cpu")
         later = time.time() + _YEAR  # figures of a busy hour are never so old that they are measured again

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from command_line import tightfit
+from made_up_devices import even
 from tightfit.devices import present as module
 from tightfit.devices.known import known_devices
 from tightfit.devices.spec import AttentionPoint, DeviceSpec
@@ -35,6 +36,7 @@ def calibrations(monkeypatch, tmp_path):
         return SPEC
 
     monkeypatch.setattr(module, "calibrate", calibrate)
+    monkeypatch.setattr(module, "rough", lambda kind: replace(even(), scaled_from="the figures of another CPU"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "110")
@@ -85,7 +87,7 @@ def test_a_calibration_on_a_busy_machine_is_said_so(monkeypatch):
     monkeypatch.setattr(module, "calibrate", lambda kind: replace(SPEC, disturbed_by="others were at work"))
     outcome = tightfit("calibrate")
     assert "the machine was busy (others were at work)" in outcome.err
-    assert "While this was measured, others were at work" in outcome.out
+    assert "while Round CPU was measured, others were at work" in outcome.out
 
 
 def test_the_figures_of_a_cuda_calibration_are_shown(monkeypatch):
@@ -98,7 +100,7 @@ def test_the_figures_of_a_cuda_calibration_are_shown(monkeypatch):
         workspace_bytes={"cublas": 2**25},
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "present", lambda kind, notice: cuda)
+    monkeypatch.setattr(module, "present", lambda kind, notice, measured: cuda)
     monkeypatch.setattr(module, "cache_path", lambda kind: "cache.json")
     out = tightfit("calibrate").out
     for line in ("Launch of an operator: 6.0 µs.", "Link, to device, pinned: 25.0 GB/s.", "Workspace of cublas: 32.00"):
@@ -143,3 +145,31 @@ def test_no_name_of_a_card_is_folded_however_narrow_the_terminal(width, monkeypa
     assert max(map(len, lines)) <= width
     assert set(known_devices()) <= {line.split()[0] for line in lines if line}
     assert ("Left out, as the terminal is narrow: tf32" in " ".join(lines)) is (width < 110)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("estimate",),
+        ("plan", "--budget", "0.8x"),
+        ("fit", "--budget", "64MiB", "--optimizer", "sgd", "--precision", "fp32", "--dtype", "fp32"),
+        ("estimate", "--device", "cpu"),
+    ],
+    ids=" ".join,
+)
+def test_at_first_use_no_question_waits_for_a_calibration(calibrations, asked):
+    command, *options = asked
+    outcome = tightfit(command, "--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64, *options)
+    assert outcome.code == 0
+    assert "predicted seconds are rough" in outcome.err
+    assert calibrations == []
+
+
+def test_a_question_about_a_card_of_the_list_says_nothing_about_this_cpu(calibrations, tmp_path):
+    outcome = tightfit(
+        "estimate", "--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64, "--device", "rtx3060"
+    )
+    assert outcome.code == 0
+    assert "rough" not in outcome.err
+    assert calibrations == []
+    assert not (tmp_path / "cache").exists()

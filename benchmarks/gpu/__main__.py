@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cpu" if options.small else "cuda"
     cases = [case for case in (small_cases() if options.small else all_cases()) if options.only in case.name]
     began = time.monotonic()
-    results = Results(options.output, describe_device(lookup(device, print)))
+    results = Results(options.output, describe_device(lookup(device, print, measured=True)))
     for first in range(0, len(cases), options.together):
         if time.monotonic() - began > 60 * options.minutes:
             results.content["not_begun"] = [case.name for case in cases[first:]]

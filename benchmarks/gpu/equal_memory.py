@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --small runs it on the CPU")
     device = torch.device("cpu" if options.small else "cuda")
-    lookup(device, print)
+    lookup(device, print, measured=True)
     content: dict[str, Any] = {"environment": environment(), "results": []}
     running = []
     for name, (size, length) in (SMALL if options.small else SIZES).items():

@@ -123,7 +123,7 @@ def test_the_card_that_is_here_has_its_measured_figures(monkeypatch, spec):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(module, "device_name", lambda kind: "NVIDIA GeForce RTX 4090")
-    monkeypatch.setattr(module, "present", lambda kind, notice: spec)
+    monkeypatch.setattr(module, "present", lambda kind, notice, measured: spec)
     assert lookup("rtx4090") is spec
     assert lookup_present("rtx4090") is spec
     assert lookup("rtx3090").name == "RTX 3090"

@@ -85,7 +85,7 @@ def wide(width):
 
 @pytest.fixture
 def step(monkeypatch):
-    monkeypatch.setattr("tightfit.devices.present.present", lambda *_: round_device())  # the choice is always the same
+    monkeypatch.setattr("tightfit.devices.present.present", lambda *_, **__: round_device())  # always one choice
     model = BesideBlocks()
     return GuestStep(model, model_loss, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
 

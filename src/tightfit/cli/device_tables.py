@@ -71,8 +71,8 @@ def describe_calibration(spec: DeviceSpec, path: str, width: int) -> str:
     threads = f", {spec.threads} thread{'s' if spec.threads != 1 else ''}" if spec.kind == "cpu" else ""
     parts: list[Table | str] = [f"{spec.name}{threads}, torch {spec.torch_version}, {format_bytes(spec.memory_bytes)}"]
     parts += ["", _products(spec), "", _attention(spec), "", _streams(spec), "", *_overheads(spec)]
-    if spec.disturbed_by:
-        parts.append(f"While this was measured, {spec.disturbed_by}: predicted seconds are rough.")
+    if spec.seconds_are_rough:
+        parts.append(f"{spec.seconds_are_rough[0].upper()}{spec.seconds_are_rough[1:]}.")
     return rendered(*parts, f"Kept in {path}", width=width)
 
 

@@ -1,6 +1,7 @@
 """`devices` and `calibrate`: what can be asked about, and what the device here really does."""
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,8 +47,9 @@ def calibrate(
 ) -> None:
     """Measure the device that is here, in some seconds, and keep its figures for estimates and plans.
 
-    This happens by itself at the first use. Do it again when the machine is
-    quiet, if it was busy then.
+    The first training does this by itself. Estimates and plans before it have
+    rough figures, taken in about a second. Do it again when the machine is quiet,
+    if it was busy then.
 
     [dim]tightfit calibrate --force[/]
     """
@@ -55,7 +57,8 @@ def calibrate(
     from tightfit.devices.present import cache_path, measure, present
 
     kind = _kind(device)
-    found = (measure if force else present)(kind, lambda line: typer.echo(line, err=True))
+    say = partial(typer.echo, err=True)
+    found = measure(kind, say) if force else present(kind, say, measured=True)
     path = str(cache_path(found.kind))
     show({**found.to_dict(), "path": path} if as_json else describe_calibration(found, path, columns()))
 
@@ -86,7 +89,9 @@ def _here() -> "list[DeviceRow]":
         if kind == "cuda" and not torch.cuda.is_available():
             continue
         spec = cached(kind)
-        state = "not measured yet" if spec is None else "measured, busy" if spec.disturbed_by else "measured"
+        state = "not measured yet" if spec is None or spec.scaled_from else "measured"
+        if spec is not None and spec.disturbed_by:
+            state = "measured, busy"
         rows.append(DeviceRow(kind, None if spec is None else figures_of(spec), f"here, {state}: {device_name(kind)}"))
     return rows
 

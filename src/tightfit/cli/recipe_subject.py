@@ -103,7 +103,7 @@ def _of_model(question: Question) -> RecipeSubject:
     assert source is not None, "the question has a --model"
     wanted = _wanted(question, None if question.adapter is None else adapter_of(question.adapter, question.base))
     question = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
-    asked = _measured(built(question, dry=True).asked.but(levers=question.allowed or LEVERS))
+    asked = _with_figures(built(question, dry=True).asked.but(levers=question.allowed or LEVERS))
 
     def setting() -> WrittenSections:
         return WrittenSections(
@@ -141,7 +141,7 @@ def _of_config(question: Question) -> RecipeSubject:
         bare = replace(section, dtype="fp32")
     levers = config.memory.levers or "exact"
     asked = asked.but(model=build_dry(lambda: build_model(bare)), levers=levers, step_in_backward=False)
-    asked = _measured(asked)
+    asked = _with_figures(asked)
 
     def optimizer(recipe: Recipe) -> Optimizer:
         keys = {"optimizer": recipe.optimizer, "step_in_backward": recipe.step_in_backward}
@@ -171,8 +171,8 @@ def _dumped(config: Config) -> dict[str, Any]:
     return {**found, "model": found.get("model", {})}
 
 
-def _measured(asked: Request) -> Request:
-    """The arguments with the device's figures, which are measured now, if ever."""
+def _with_figures(asked: Request) -> Request:
+    """The arguments with the device's figures. If they are rough, a line says so."""
     return asked.but(device=lookup(asked.step.device, notice=say))
 
 

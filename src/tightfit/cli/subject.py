@@ -121,7 +121,7 @@ def subject_of(question: Question, *, dry: bool, inference: bool = False) -> Sub
     `InputError` and its like for what is wrong.
     """
     subject = built(question, dry=dry, inference=inference)
-    device = lookup(subject.asked.step.device, notice=say)  # measured now, if ever
+    device = lookup(subject.asked.step.device, notice=say)  # said here, if its figures are rough
     if subject.attention == FLASH:
         _demand_flash(device)
     return subject

@@ -1,4 +1,6 @@
-"""Looks up devices by name. A present device is calibrated on first use, and the figures are cached."""
+"""Looks up devices by name. A present device has rough figures at first use and measured ones once something trained or
+`tightfit calibrate` ran. Both are cached.
+"""
 
 import contextlib
 import json
@@ -18,6 +20,7 @@ from tightfit.devices.known import KnownDevice, closest, find, nearest, others_o
 from tightfit.devices.machine import NULL_CARD, device_name, fingerprint
 from tightfit.devices.quiet import is_quiet_now
 from tightfit.devices.room import NoRoom
+from tightfit.devices.rough import rough
 from tightfit.devices.spec import DeviceSpec, Kind
 from tightfit.errors import DeviceError
 
@@ -28,27 +31,32 @@ LOOKED_AGAIN_AFTER = 60.0  # seconds between checks whether a machine that was b
 PRESENT_KINDS: tuple[Kind, ...] = ("cpu", "cuda")
 
 
-def present(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpec:
-    """The figures of the present device, from the cache, or else measured now and cached.
+def present(kind: Kind | None = None, notice: Notice | None = None, *, measured: bool = False) -> DeviceSpec:
+    """The figures of the present device from the cache, or else rough ones, taken in about a second.
 
-    `kind` None is the CUDA device if there is one, else the CPU. Figures that were measured on a busy machine are
-    measured again on the next use with a quiet machine. `notice` is called with one line when the measurement begins,
-    if it was disturbed, and if the cache could not be used. A null card computes nothing that could be measured: it has
-    the published figures of its name. Raises `DeviceError` if there is no such device.
+    `kind` None is the CUDA device if there is one, else the CPU. With `measured`, a device that has rough figures or
+    none is measured now, and so is one that was measured on a busy machine, if the machine is quiet now. `notice` is
+    called with one line when a measurement begins, if the figures are rough, and if the cache could not be used. A null
+    card computes nothing that could be measured: it has the published figures of its name. Raises `DeviceError` if
+    there is no such device.
     """
     kind = _here(kind)
     tell = notice or _say_nothing
     if is_null_card(kind):
         return measure(kind, tell)
     kept = cached(kind, tell)
-    if kept is None:
+    if measured and (kept is None or kept.scaled_from):
         return measure(kind, tell)
-    if not kept.disturbed_by:
-        return kept
-    if _may_be_looked_at_again(cache_path(kind)) and is_quiet_now(torch.get_num_threads()):
+    if kept is None:
+        kept = rough(kind)
+        if kind == "cpu":  # a card's are read in no time, and it may leave the machine
+            _keep(kept, tell)
+    again = measured and kept.disturbed_by and _may_be_looked_at_again(cache_path(kind))
+    if again and is_quiet_now(torch.get_num_threads()):
         tell("the machine was busy when it was measured and is quiet now: measuring again")
         return measure(kind, tell)
-    tell(f"predicted seconds are rough: while {kept.name} was measured, {kept.disturbed_by}")
+    if kept.seconds_are_rough:
+        tell(kept.seconds_are_rough)
     return kept
 
 
@@ -60,7 +68,7 @@ def cached(kind: Kind, notice: Notice | None = None) -> DeviceSpec | None:
     try:
         return DeviceSpec.from_json(path)
     except DeviceError as error:
-        (notice or _say_nothing)(f"{error}; measuring anew")
+        (notice or _say_nothing)(f"{error}; taking new figures")
         return None
 
 
@@ -90,12 +98,16 @@ def measure(kind: Kind | None = None, notice: Notice | None = None) -> DeviceSpe
         return replace(known, name=device_name(kind))
     if spec.disturbed_by:
         tell(f"the machine was busy ({spec.disturbed_by}): predicted seconds are rough until it is measured when quiet")
-    path = cache_path(kind)
+    _keep(spec, tell)
+    return spec
+
+
+def _keep(spec: DeviceSpec, tell: Notice) -> None:
+    path = cache_path(spec.kind)
     try:
         _write_whole(path, json.dumps(spec.to_dict(), indent=1) + "\n")
     except OSError as error:
-        tell(f"the figures could not be kept in {path} ({error.strerror}): they are measured again next time")
-    return spec
+        tell(f"the figures could not be kept in {path} ({error.strerror}): they are taken again next time")
 
 
 def cache_path(kind: Kind) -> Path:
@@ -119,8 +131,10 @@ def _may_be_looked_at_again(path: Path) -> bool:
     return True
 
 
-def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice | None = None) -> DeviceSpec:
-    """The figures of a device by name.
+def lookup(
+    name: str | torch.device | DeviceSpec | None = None, notice: Notice | None = None, *, measured: bool = False
+) -> DeviceSpec:
+    """The figures of a device by name. A present one is measured first if `measured` (see `present`).
 
     None, `"cpu"`, `"cuda"` or a `torch.device` is a present device. `"rtx4090"`, `"RTX 4090"` or `"a100-40"` is a card
     of the list, with measured figures if it is present, and published ones otherwise. A name that several cards share
@@ -132,15 +146,15 @@ def lookup(name: str | torch.device | DeviceSpec | None = None, notice: Notice |
         return name
     description = read_description(name) if isinstance(name, str) else None
     if description is not None:
-        return _described(description, notice)
+        return _described(description, notice, measured)
     kind = _present_kind(name)
     if kind is not None or name is None:
-        return present(kind, notice)
+        return present(kind, notice, measured=measured)
     known = _found(str(name), notice)
     if known is None:
         near = nearest(str(name), PRESENT_KINDS) or [*PRESENT_KINDS, "one that `tightfit devices` shows"]
         raise DeviceError(f"device {str(name)!r} is not known: did you mean {' or '.join(near)}?")
-    return present("cuda", notice) if is_present(known) else known.spec
+    return present("cuda", notice, measured=measured) if is_present(known) else known.spec
 
 
 def _found(name: str, notice: Notice | None) -> KnownDevice | None:
@@ -151,7 +165,7 @@ def _found(name: str, notice: Notice | None) -> KnownDevice | None:
     return known
 
 
-def _described(description: Description, notice: Notice | None) -> DeviceSpec:
+def _described(description: Description, notice: Notice | None, measured: bool) -> DeviceSpec:
     """The device of a description. With the user's rates, even a present card gets published figures."""
     if not description.base:
         return of_ones_own(description)
@@ -159,11 +173,13 @@ def _described(description: Description, notice: Notice | None) -> DeviceSpec:
     known = _found(description.base, notice) if with_rates else None
     if known is not None:
         return changed(known.spec, description)
-    return changed(lookup(description.base, notice), description)
+    return changed(lookup(description.base, notice, measured=measured), description)
 
 
 def lookup_present(name: str | torch.device | None, notice: Notice | None = None) -> DeviceSpec:
-    """Like `lookup`, for a device that will run something. Raises `DeviceError` if it is not present."""
+    """Like `lookup`, for a device that will run something, and so is measured. Raises `DeviceError` if it is not
+    present.
+    """
     description = read_description(name) if isinstance(name, str) else None
     base = name if description is None else description.base
     known = None if base is None or _present_kind(base) is not None else find(str(base))
@@ -172,7 +188,7 @@ def lookup_present(name: str | torch.device | None, notice: Notice | None = None
             f"device {str(name)!r} is not in this machine: estimate and plan work for it, but to run something use "
             "'auto', 'cpu' or 'cuda'"
         )
-    return lookup(name, notice)
+    return lookup(name, notice, measured=True)
 
 
 def torch_device(name: str) -> torch.device:

@@ -101,6 +101,7 @@ class DeviceSpec:
     - `workspace_bytes`: on CUDA, the measured scratch memory, by library (`"cublas"`, `"attention"`).
     - `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
     - `disturbed_by`: the load during the measurement; empty if the device was quiet.
+    - `scaled_from`: whose figures these are, where the present device was not measured yet; else empty.
     """
 
     name: str
@@ -125,6 +126,7 @@ class DeviceSpec:
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     disturbed_by: str = ""
+    scaled_from: str = ""
 
     @property
     def host_seconds(self) -> float:
@@ -132,6 +134,18 @@ class DeviceSpec:
         if self.kind == "cpu":
             return self.framework_seconds
         return self.launch_seconds if self.roofline is None else self.roofline.kernels.launch_seconds
+
+    @property
+    def seconds_are_rough(self) -> str:
+        """The sentence that predicted seconds are rough, and why; empty if they are not."""
+        if self.scaled_from:
+            return (
+                f"predicted seconds are rough: {self.name} was not measured yet and has {self.scaled_from}; the next "
+                "training measures it, or `tightfit calibrate` does (about 15 seconds)"
+            )
+        if self.disturbed_by:
+            return f"predicted seconds are rough: while {self.name} was measured, {self.disturbed_by}"
+        return ""
 
     @property
     def is_measured(self) -> bool:
@@ -183,7 +197,7 @@ class DeviceSpec:
         return cls.from_dict(data)
 
 
-_LATER = frozenset({"captured_seconds", "in_steps"})  # figures that files of earlier versions lack
+_LATER = frozenset({"captured_seconds", "in_steps", "scaled_from"})  # figures that files of earlier versions lack
 
 
 def _roofline(data: Mapping[str, Any]) -> Roofline:

@@ -125,7 +125,7 @@ def _plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: Plan
 
 def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
     if step.ranks is ALONE:
-        lookup(step.device, notice=logger.warning)  # which is measured now, if ever
+        lookup(step.device, notice=logger.warning, measured=True)  # before the training
     # A shorter batch may need more memory, if its padding makes the model build a mask. So if no plan for the largest
     # batch fits all, plans for the others are tried.
     plain = [(step.step_figures(batch, step.accumulated), batch) for batch in batches]

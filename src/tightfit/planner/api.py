@@ -13,7 +13,14 @@ from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner import host
 from tightfit.planner.apply import policy_of
 from tightfit.planner.curves import Curve
-from tightfit.planner.estimates import Estimate, assumption_sentences, make_estimate, of_communication, of_draws
+from tightfit.planner.estimates import (
+    Estimate,
+    assumption_sentences,
+    make_estimate,
+    of_communication,
+    of_draws,
+    of_seconds,
+)
 from tightfit.planner.levers import (
     CapturedBlocks,
     Combination,
@@ -345,6 +352,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         assumptions=(
             *assumption_sentences(candidate.trace.assumptions),
             *of_draws(request, candidate.trace),
+            *of_seconds(request.device),
             *not_tried(candidate.combination),
             *not_proved(search.gap_seconds(candidate)),
         ),

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tightfit.devices.spec import DeviceSpec
 from tightfit.ops.weights.base import frozen_base
 from tightfit.ops.weights.low_bit import count_weights
 from tightfit.planner.outcome import EstimateRecord
@@ -93,7 +94,7 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
         optimizer=request.optimizer_name,
         device=request.device.name,
         device_bytes=request.device.memory_bytes,
-        assumptions=(*assumption_sentences(trace.assumptions), *of_draws(request, trace)),
+        assumptions=(*assumption_sentences(trace.assumptions), *of_draws(request, trace), *of_seconds(request.device)),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
         fits=False,
         weights=dtypes_of(request.model),
@@ -109,6 +110,13 @@ def of_draws(request: Request, trace: StepTrace) -> list[str]:
         return []
     count = len(request.outcomes)
     return [f"random numbers that decide what runs were assumed to be those of the highest peak, of {count} outcomes"]
+
+
+def of_seconds(device: DeviceSpec) -> list[str]:
+    """The assumption about predicted seconds, where the device was not measured yet."""
+    return (
+        [f"predicted seconds follow {device.scaled_from}, until the device is measured"] if device.scaled_from else []
+    )
 
 
 def of_communication(request: Request, world: World) -> list[str]:

@@ -8,6 +8,7 @@ import torch
 
 from tightfit.memory.allocator import cpu_rise
 from tightfit.runtime.forked import threads_of_steps
+from tightfit.runtime.internals import processor_has_amx
 from tightfit.tracing import recurrent
 from tightfit.tracing.cpu_temporaries import (
     BUFFERED_IN_16_BITS,
@@ -100,14 +101,17 @@ def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorS
     if left.numel * right.shape[-1] <= LARGEST_PRODUCT:
         return _measured_product(operator, tuple(inputs))
     # Without instructions for 16 bits oneDNN sums into an fp32 buffer of the size of the result, one for each thread of
-    # a batch of products. Two small products of the same layouts show it.
-    small, larger = _reduced(inputs, SIDE, SIDE, SIDE), _reduced(inputs, SIDE, SIDE, 2 * SIDE)
+    # a batch of products. Two small products of the same layouts show it. Their inner size is short: what AMX packs
+    # grows with it, and would be taken for such a buffer.
+    small, larger = _reduced(inputs, SIDE, SHORT, SIDE), _reduced(inputs, SIDE, SHORT, 2 * SIDE)
     added = _results(larger) - _results(small)
-    growth = _measured_product(operator, larger) - _measured_product(operator, small)
-    if added and growth >= 4 * added:
-        return _measured_product(operator, small) + round(growth / added * (_results(inputs) - _results(small)))
+    first, second = _measured_product(operator, small), _measured_product(operator, larger)
+    if first == second == 0:  # PyTorch's own kernels: oneDNN takes no 16 bits below AVX-512
+        return 0
+    if added and second - first >= 4 * added:
+        return first + round((second - first) / added * (_results(inputs) - _results(small)))
     # With them it packs blocks of the operands, whose sizes follow no formula, and such products are fast.
-    if left.numel * right.shape[-1] <= LARGEST_FAST_PRODUCT:
+    if left.numel * right.shape[-1] <= (LARGEST_WITH_TILES if processor_has_amx() else LARGEST_FAST_PRODUCT):
         return _measured_product(operator, tuple(inputs))
     return _measured_product(operator, _reduced(inputs, *PACKED))
 
@@ -187,8 +191,9 @@ def _cpu_gemm_4bit(source: TensorShape, result: TensorShape) -> int:
 
 
 LARGEST_PRODUCT = 2**28  # multiplications of a 16-bit product that runs for real, in a few hundredths of a second
-SIDE = 256  # rows and columns of the small products that stand for a larger one
+SIDE, SHORT = 256, 32  # rows and columns, and inner size, of the small products that stand for a larger one
 LARGEST_FAST_PRODUCT = 2**33  # the same with instructions for 16 bits
+LARGEST_WITH_TILES = 2**35  # the same with AMX, in a tenth of a second
 PACKED = 2048, 2048, 1024  # rows, inner size and columns from which on blocks hardly grow (notes/)
 
 _PRODUCTS = {

@@ -16,7 +16,7 @@ from tightfit.ops.weights.low_bit import weights_in
 from tightfit.planner.any_code.describe import describe_code
 from tightfit.planner.any_code.records import CodeRecord
 from tightfit.planner.arguments import refuse_compiled
-from tightfit.planner.estimates import assumption_sentences
+from tightfit.planner.estimates import assumption_sentences, of_seconds
 from tightfit.planner.request import role_of
 from tightfit.planner.step_figures import step_figures
 from tightfit.planner.wrapped import refuse_distributed
@@ -261,7 +261,7 @@ class _Running:
                 device_bytes=self.device.memory_bytes,
                 context_bytes=0 if self.role is None else CONTEXT_BYTES,
                 fits=fits_once(trace, self.device),
-                assumptions=assumption_sentences(trace.assumptions),
+                assumptions=(*assumption_sentences(trace.assumptions), *of_seconds(self.device)),
             )
 
 

@@ -211,3 +211,8 @@ def kernels_replaced(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> 
     finally:
         for library in libraries.values():
             library._destroy()
+
+
+def processor_has_amx() -> bool:
+    """True if the processor multiplies tiles of 16-bit numbers, for which oneDNN packs operands otherwise."""
+    return torch.cpu._is_amx_tile_supported()
