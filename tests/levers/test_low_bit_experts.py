@@ -63,12 +63,42 @@ def test_experts_compute_with_the_weights_that_their_codes_stand_for(model, kind
     wide = at_full_width(copy.deepcopy(low))
     assert any(isinstance(module, LowBitExperts) for module in low.modules())
     assert not any(isinstance(module, LowBitExperts) for module in wide.modules())
-    ids = torch.randint(0, 300, (2, 40))
-    embedded = low.get_input_embeddings()(ids).detach().requires_grad_()
-    losses = [m(inputs_embeds=embedded, labels=ids, use_cache=False).loss for m in (low, wide)]
-    gradients = [torch.autograd.grad(loss, embedded)[0] for loss in losses]
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+    # The experts alone, on one input: a last digit of attention's products would let the router choose others.
+    x = torch.randn(2, 40, SHAPE["hidden_size"], requires_grad=True)
+    results = [m.model.layers[0].mlp(x) for m in (low, wide)]
+    results = [result[0] if isinstance(result, tuple) else result for result in results]
+    torch.testing.assert_close(*results)
+    gradients = [torch.autograd.grad(result.square().sum(), x)[0] for result in results]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def of_codes(packed, shape):
+    """The weights of 4-bit codes by the definition, one after the other."""
+    codes, state = packed.data.view(-1), packed.quant_state
+    values = state.code[torch.stack([codes >> 4, codes & 15], dim=1).view(-1).long()]
+    return (values.view(-1, state.blocksize) * state.absmax[:, None]).view(shape)
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.parametrize("inputs", [32, 64, 96])
+def test_rows_that_end_within_a_block_of_codes_are_read_rightly(inputs):
+    experts = made(lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**SHAPE, moe_intermediate_size=inputs, num_experts=4)
+    )).model.layers[0].mlp.experts  # fmt: skip
+    freeze_in_low_bits(torch.nn.ModuleDict({"experts": experts, "linear": torch.nn.Linear(64, 64)}), "nf4")
+    right = of_codes(experts.down_proj, (4, 64, inputs))
+    held = experts.held("down_proj")
+    assert torch.equal(held.wide(0, 4, torch.float32), right)
+    assert all(torch.equal(held.wide(each, each + 1, torch.float32)[0], right[each]) for each in range(4))
+
+    linear = torch.nn.Sequential(torch.nn.Linear(inputs, 64, bias=False))
+    freeze_in_low_bits(linear, "nf4")
+    right = of_codes(linear[0].weight, (64, inputs))
+    x = torch.randn(3, inputs, requires_grad=True)
+    torch.testing.assert_close(linear(x), x @ right.T, rtol=0.05, atol=0.05)  # some processors multiply in 16 bits
+    plain = torch.autograd.grad((x @ right.T).square().sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(linear(x).square().sum(), x)[0], plain, rtol=0.05, atol=0.5)
+    assert torch.equal(at_full_width(linear)[0].weight, right)
 
 
 @pytest.mark.keeps("experts-few-bits")

@@ -33,10 +33,12 @@ class Held(NamedTuple):
         if self.block is None:
             return widened(self.codes[first:last], self.scale[first:last], dtype)
         count = math.prod(self.shape[1:])
-        shape = (last - first, *self.shape[1:])
         codes = self.codes.view(-1)[first * count // 2 : last * count // 2]
         scale = self.scale[first * count // self.block : last * count // self.block]
-        return torch.ops.bitsandbytes.dequantize_4bit(codes[:, None], scale, self.block, "nf4", shape, dtype)
+        # Not in the weights' shape: where rows are no whole blocks, bitsandbytes 0.50 misreads scales with AVX512.
+        flat = (count * (last - first) // self.block, self.block)
+        wide = torch.ops.bitsandbytes.dequantize_4bit(codes[:, None], scale, self.block, "nf4", flat, dtype)
+        return wide.view(last - first, *self.shape[1:])
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:

@@ -59,7 +59,9 @@ def at_full_width(model: nn.Module) -> nn.Module:
             module.weight = nn.Parameter(held.dequantize().detach(), requires_grad=False)
         elif getattr(weight, "quant_state", None) is not None:
             held = weight
-            full = importlib.import_module("bitsandbytes").functional.dequantize_4bit(held.data, held.quant_state)
+            from tightfit.ops.weights.nf4 import read_as_one_row
+
+            full = read_as_one_row(held, held.quant_state, held.quant_state.dtype)
             _replace(model, path, _linear(full, module._parameters.get("bias")))
     return model
 
