@@ -2,18 +2,24 @@
 
 import copy
 import json
+from collections import Counter
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from command_line import tightfit
 from tightfit import TokenBatch, estimate, plan, verify
 from tightfit.memory.allocator import scales_of, storage_bytes
 from tightfit.models.adapters import add_adapter
-from tightfit.ops.weights.experts import LowBitExperts
+from tightfit.ops.weights.experts import PRODUCT, LowBitExperts, freeze_experts, fused_experts, multiplied
 from tightfit.ops.weights.low_bit import at_full_width, count_weights, freeze_in_low_bits
 from tightfit.step import StepSettings
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.ledger import Ledger
+from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.step import trace_inference
 from tightfit.training.config import AdapterConfig
 from tiny import allocator_peak
 
@@ -58,8 +64,9 @@ def adapted(model, base, **keys):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", MODELS)
 def test_experts_compute_with_the_weights_that_their_codes_stand_for(model, kind):
-    low = made(model)
-    freeze_in_low_bits(low, kind)
+    low = made(model)  # the layers that route stay as they are: rounding there sends a token to another expert
+    for experts in fused_experts(low).values():
+        freeze_experts(experts, kind)
     wide = at_full_width(copy.deepcopy(low))
     assert any(isinstance(module, LowBitExperts) for module in low.modules())
     assert not any(isinstance(module, LowBitExperts) for module in wide.modules())
@@ -147,6 +154,54 @@ def test_the_peak_is_the_same_whoever_the_tokens_go_to():
         layer.mlp.gate.weight.data[2:].zero_()  # ties go to the first
         layer.mlp.gate.weight.data[:2] = 0
     assert allocator_peak(adapters, batch) == balanced
+
+
+class Called(TorchDispatchMode):
+    """Counts the operators that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_calls_the_same_operators_whoever_the_tokens_go_to(kind):
+    block = made(qwen).model.layers[0].mlp.requires_grad_(False)
+    freeze_experts(block.experts, kind)
+    called = []
+    for chosen in (8, 2):  # of the experts; recompute and plans count operators by name
+        block.gate.weight.data[chosen:] = -100.0
+        with Called() as counted:
+            block(torch.rand(1, 24, 64).requires_grad_())[0].sum().backward()
+        called.append(counted.names)
+    assert called[0] == called[1]
+    assert called[0][str(PRODUCT)] == 4  # two products in forward and two in backward
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_price_of_a_product_is_that_of_the_operators_in_its_loop(kind):
+    layer = made(qwen).model.layers[0]
+    freeze_experts(layer.mlp.experts, kind)
+    held = layer.mlp.experts.held("down_proj")
+    rows, ends = torch.rand(40, 32), [5, 12, 12, 20, 21, 30, 39, 40]
+    with Called() as counted:
+        multiplied(rows, held.codes, held.scale, held.shape, held.block, ends, False)
+    free = ("split", "unbind", "slice", "view", "transpose", "unsqueeze", "select", "detach", "_unsafe", "t.default")
+    priced = sum(number for name, number in counted.names.items() if not any(f".{view}" in name for view in free))
+    arguments = (rows, held.codes, held.scale, held.shape, held.block, ends, False)
+    trace = trace_inference(layer.mlp.experts, rows, lambda model, batch: PRODUCT(batch, *arguments[1:]))
+    (product,) = [each for each in trace.operators if each.name == str(PRODUCT)]
+    assert product.workspace_bytes >= held.shape[1] * held.shape[2] * 4  # an expert at full width
+    with ModuleTracker(layer) as modules, DryRun(Ledger(), modules, cost=lambda *call: 1.0) as dry:
+        seconds, scratch = dry.price_of_loop(multiplied, arguments)
+    assert seconds == priced
+    assert scratch == product.workspace_bytes
 
 
 @pytest.mark.parametrize("layers", [None, "all-linear"])

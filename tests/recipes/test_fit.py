@@ -19,7 +19,8 @@ from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, ConfigError, DataError, InputError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.saving import save_model
-from tightfit.recipes import choices
+from tightfit.planner.search.least import least_way
+from tightfit.recipes import choices, variant_search
 from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
@@ -46,6 +47,34 @@ def found():
 
 
 @pytest.mark.keeps("recipe-tightfit-fit-says")
+def test_no_levers_are_searched_for_a_recipe_whose_weights_alone_exceed_the_budget(monkeypatch):
+    searched = []
+
+    def searching(search, plain, **options):
+        searched.append(search)
+        return least_way(search, plain, **options)
+
+    monkeypatch.setattr(variant_search, "least_way", searching)
+    model = decoder(num_layers=6, hidden_size=64)
+    held = sum(p.numel() for p in model.parameters()) * 4
+    asked = {
+        "batch": TokenBatch(8, 64, 600),
+        "device": "rtx4090",
+        "dtype": "fp32",
+        "optimizer": "sgd",
+        "precision": "fp32",
+    }
+    found = tightfit.fit(model, budget=held, **asked)
+    assert not searched
+    assert all(not row.fits and row.needed_bytes > held for row in found)
+    near = next(row for row in found if row.name == "fp32 weights, SGD").needed_bytes
+    step = {"device": "rtx4090", "optimizer": "sgd", "levers": "rounding"}
+    least = tightfit.plan(model, asked["batch"], near, **step).peak_bytes
+    assert held < least <= near, "what it needs is what a plan can take"
+    tightfit.fit(model, budget=near // 2, **asked)
+    assert searched
+
+
 def test_every_recipe_that_fits_trains_in_the_bytes_that_were_predicted(found):
     assert {(outcome.recipe.dtype, outcome.fits) for outcome in found} >= {("fp32", True), ("bf16", True)}
     assert any(outcome.levers for outcome in found.fitting)

@@ -14,6 +14,7 @@ from tightfit.planner.request import Tracer
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Baseline, Candidate
 from tightfit.planner.search.least import Way, least_way
 from tightfit.planner.search.search import Search
+from tightfit.recipes.variants import held_bytes
 from tightfit.step import Batch
 from tightfit.tracing.joined import joined, state_bytes
 from tightfit.tracing.record import Category, Phase, StepTrace
@@ -283,11 +284,20 @@ class VariantSearch(Search):
         return base.peak_bytes if base.priced is None else least_peak(base.chain).peak_bytes
 
     def last_resort(self, update: StepTrace) -> Candidate | None:
-        """The candidate of least memory, which need not fit; None if its levers cannot be applied."""
-        way, _ = self.way
+        """The candidate of least memory, which need not fit; None if its levers cannot be applied.
+
+        Where weights, gradients and states alone exceed the budget, it has the frugal levers: no search for better ones
+        would find what fits.
+        """
+        stays = max(self.update_peak(self.plain_candidate(update)), held_bytes(self.request.model))
+        if stays + UNSEEN_BYTES > self.budget_bytes:
+            combination, policies, joined_paths = *self.frugal, ()
+        else:
+            way, _ = self.way
+            combination, policies, joined_paths = way.combination, dict(way.policies), way.joined
         count = self.rungs()[-1].get(MicroBatches)
-        combination = way.combination.without(MicroBatches).with_lever(count)
+        combination = combination.without(MicroBatches).with_lever(count)
         try:
-            return self.candidate(update, combination, dict(way.policies), way.joined)
+            return self.candidate(update, combination, policies, joined_paths)
         except LeverError:  # a module that cannot be tiled
             return None

@@ -45,10 +45,11 @@ _RANDOM_WITHOUT_TAG = frozenset(
 )
 
 # Operators of another library whose results depend only on their arguments: products with frozen 4-bit weights, and
-# these weights at full width (bitsandbytes/backends). Of ours, what ranks of context parallel gather.
+# these weights at full width (bitsandbytes/backends). Of ours, products of experts in few bits, and what ranks of
+# context parallel gather.
 _REPEATABLE = frozenset(
     {"bitsandbytes::gemm_4bit", "bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"}
-    | {"tightfit::gather_parts"}  # what all ranks have computed: they recompute the same operators in the same order
+    | {"tightfit::experts_product", "tightfit::gather_parts"}  # all ranks recompute the same operators in one order
 )
 
 

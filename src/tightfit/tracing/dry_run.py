@@ -7,15 +7,17 @@ inputs are known, so masks, positions, routing and data-dependent branches see t
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_iter
 
+from tightfit.devices.clocks import Seconds
 from tightfit.errors import TraceError
 from tightfit.memory.allocator import memory_of
+from tightfit.ops.weights import experts
 from tightfit.runtime.internals import (
     active_modes,
     fake_mode_is_active,
@@ -150,6 +152,32 @@ class DryRun(Recording):
             self.ledger.on_host(out[place])
         self.finish(traits, inputs, args, out, key, reads, makes)
         return out
+
+    def priced(
+        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
+    ) -> tuple[float, int]:
+        known = key, simulation.host > 0
+        if traits.name == _LOOP and known not in self._costs:
+            self._costs[known] = self.price_of_loop(experts.multiplied, args)
+        return super().priced(traits, inputs, args, out, key)
+
+    def price_of_loop(self, kernel: Callable[..., torch.Tensor], args: tuple) -> tuple[float, int]:
+        """The seconds of an operator whose kernel calls other operators, and the most memory that it has beside its
+        result.
+        """
+        ledger = Ledger(rounding=self.ledger.rounding, key="_tightfit_loop")
+        inner = DryRun(ledger, self.modules, self.cost, self.workspace)
+        args = map_instances(torch.Tensor, lambda tensor: TensorShape.of(tensor).unbacked(), args)
+        ledger.track_all(instances(torch.Tensor, args))
+        before = ledger.live_bytes
+        with inner:
+            out = kernel(*args)
+        host, device = (sum(getattr(o, name) for o in inner.operators) for name in ("host_seconds", "device_seconds"))
+        seconds = Seconds.of(host, device) if simulation.of_cuda else device
+        made = ledger.entries[ledger.track(out, known=False, operator=None).index].bytes
+        scratch = max(inner.levels) - before - made
+        ledger.close()
+        return seconds, scratch
 
     def begin_again(self) -> None:
         super().begin_again()
@@ -404,6 +432,8 @@ class DryRun(Recording):
 _INDEXING, _LENGTHS, _CHOOSING, _REDUCED_IN_PLACE = (
     frozenset(map(str, operators)) for operators in (INDEXING, LENGTHS, CHOOSING, REDUCED_IN_PLACE)
 )
+
+_LOOP = str(experts.PRODUCT)
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default  # a tangent of zeros: it has no memory, and PyTorch branches on it
 

@@ -3,6 +3,9 @@
 Since transformers 5 all experts of a layer are two or three parameters of three dimensions, and no linear layers. Here
 they are codes. A product widens as many experts at a time as take no more memory than its own result, in forward and in
 backward. No tensor's size depends on the routing.
+
+The product is one operator, so that recompute replays it as one, whatever the routing. A dry run runs its loop once
+for each shape.
 """
 
 import functools
@@ -16,6 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.ops.weights.int8 import coded, widened
+
+_LIBRARY = torch.library.Library("tightfit", "FRAGMENT")
+_LIBRARY.define(
+    "experts_product(Tensor rows, Tensor codes, Tensor scale, int[] shape, int? block, int[] ends, bool transposed) "
+    "-> Tensor"
+)
+PRODUCT: Any = torch.ops.tightfit.experts_product.default
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts (`integrations/moe.py` in transformers)
 
@@ -172,20 +182,28 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scale)
         ctx.told = shape, block, ends, transposed
-        return _multiplied(rows, Held(codes, scale, shape, block), ends, transposed)
+        return PRODUCT(rows, codes, scale, shape, block, ends, transposed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         shape, block, ends, transposed = ctx.told
         codes, scale = ctx.saved_tensors
-        held = Held(codes, scale, shape, block)
         (gradient,) = gradients
         wanted = ctx.needs_input_grad[0]
-        return (_multiplied(gradient, held, ends, not transposed) if wanted else None, *(None,) * 6)
+        return (PRODUCT(gradient, codes, scale, shape, block, ends, not transposed) if wanted else None, *(None,) * 6)
 
 
-def _multiplied(rows: Tensor, held: Held, ends: Sequence[int], transposed: bool) -> Tensor:
-    """rows (S, n) times each expert's matrix, which is (n, m) if `transposed`, else (m, n)."""
+def multiplied(
+    rows: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    shape: Sequence[int],
+    block: int | None,
+    ends: Sequence[int],
+    transposed: bool,
+) -> Tensor:
+    """rows (S, n) times each expert's matrix, which is (n, m) if `transposed`, else (m, n): the operator's kernel."""
+    held = Held(codes, scale, tuple(shape), block)
     experts, *sides = held.shape
     result = rows.new_empty(len(rows), sides[1] if transposed else sides[0])
     at_once = max(1, result.numel() // math.prod(sides))
@@ -201,3 +219,13 @@ def _multiplied(rows: Tensor, held: Held, ends: Sequence[int], transposed: bool)
                 torch.mm(shares[each], matrix, out=results[each])
         del wide, matrix
     return result
+
+
+_LIBRARY.impl("experts_product", multiplied, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tightfit::experts_product", lib=_LIBRARY)
+def _shape(
+    rows: Tensor, codes: Tensor, scale: Tensor, shape: Sequence[int], block: Any, ends: Any, transposed: bool
+) -> Tensor:
+    return rows.new_empty(len(rows), shape[2] if transposed else shape[1])
