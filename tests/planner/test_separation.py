@@ -154,6 +154,25 @@ def test_a_plan_leaves_micro_batches_out_and_says_why():
     assert split.lever(MicroBatches).tried
 
 
+@pytest.mark.parametrize(
+    ("model", "loss"), [(Net(nn.BatchNorm1d(16)), of_samples), (Net(), of_pairs)], ids=["batch norm", "contrastive"]
+)
+def test_nobody_is_advised_to_split_what_cannot_be(model, loss):
+    plan = tightfit.plan(model, batch(256), "0.9x", loss=loss, levers="rounding")
+    assert plan.micro_batches == 1
+    assert tightfit.verify(model, batch(256), plan, loss=loss).ok
+    step = tightfit.estimate(model, batch(256), loss=loss)
+    advice = tightfit.diagnose(step, model=model, batch=batch(256), loss=loss).remedies
+    assert advice
+    assert not [remedy.name for remedy in advice if "micro-batch" in remedy.name]
+
+
+def test_the_doctor_advises_micro_batches_where_samples_are_apart():
+    step = tightfit.estimate(Net(), batch(256), loss=of_samples)
+    advice = tightfit.diagnose(step, model=Net(), batch=batch(256), loss=of_samples).remedies
+    assert [remedy.name for remedy in advice if "micro-batch" in remedy.name]
+
+
 def test_a_plan_made_without_numbers_is_tried_by_its_first_backward():
     with torch.device("meta"):
         shape = Net()
