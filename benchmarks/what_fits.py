@@ -35,6 +35,8 @@ PAIRS = (
     ("llama-3.1-70b", "l40s", 48, 2048),
     ("llama-3.1-8b", "h100", 80, 2048),
     ("llama-3.1-70b", "h100", 80, 2048),
+    ("llama-3.1-8b", "h200", 141, 2048),
+    ("llama-3.1-70b", "h200", 141, 2048),
 )
 # model, card, tokens of a rank's sequence, cards, nodes
 MANY_CARDS = (
