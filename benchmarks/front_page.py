@@ -41,7 +41,7 @@ WORDS = {
     "zh": {
         "head": "| 预测什么 | 与什么比较 | 数量 | 误差 |",
         "cpu": "| CPU 上的峰值 | 分配器自己的记录 | {cases} 个步骤 | 中位数 {median:.4%}，最差 {worst:.6%} |",
-        "null": "| CUDA 上的峰值 | [不做任何计算的显卡](docs/run.md)上 PyTorch 的 CUDA 分配器 "
+        "null": "| CUDA 上的峰值 | [不做任何计算的显卡](docs/zh/run.md)上 PyTorch 的 CUDA 分配器 "
         "| {cards} 种显卡，{measured} 个步骤 "
         "| {exact} 个精确到字节，最差 {worst:.1%}；{planned} 个计划中 {over} 个超出预算 |",
         "published": "| CUDA 上的峰值 | 其他 {sources} 个项目公布的测量值 "

@@ -6,7 +6,7 @@ lengths that the command says, and weights of the published shapes as files of h
 
     python benchmarks/scripts_on_cards.py --repositories FOLDER --prepare         # once: the data
     python benchmarks/scripts_on_cards.py --repositories FOLDER [--only nanoGPT] [--cards rtx3060] [--resume]
-    python benchmarks/scripts_on_cards.py --page                                  # the table of docs/run.md
+    python benchmarks/scripts_on_cards.py --page                                  # the table of both docs/run.md
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "scripts_on_cards.json"
-PAGE = ROOT / "docs" / "run.md"
+PAGES = (ROOT / "docs" / "run.md", ROOT / "docs" / "zh" / "run.md")
 BEGIN, END = "<!-- scripts: written by benchmarks/scripts_on_cards.py --page -->\n", "<!-- end of scripts -->\n"
 CARDS = ("t4", "rtx3060", "rtx4090", "a100-80", "h100")
 STEPS, PATIENCE = 2, 1500.0
@@ -333,10 +333,12 @@ def _cell(row: dict[str, Any] | None, format_bytes: Any) -> str:
     return f"{format_bytes(row['peak_bytes'])} / {format_bytes(row['reserved_bytes'])}"
 
 
-def write_page() -> None:
-    record, text = json.loads(RESULTS.read_text()), PAGE.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(before + BEGIN + table(record) + END + after, encoding="utf-8")
+def write_pages() -> None:
+    made = table(json.loads(RESULTS.read_text()))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        page.write_text(before + BEGIN + made + END + after, encoding="utf-8")
 
 
 def main() -> None:
@@ -350,7 +352,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.page:
-        return write_page()
+        return write_pages()
     if given.repositories is None:
         parser.error("--repositories is missing")
     if given.prepare:

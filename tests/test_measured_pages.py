@@ -30,7 +30,8 @@ def test_the_table_of_scripts_is_that_of_the_results_file(monkeypatch):
     module = importlib.import_module("scripts_on_cards")
     table = module.table(json.loads(module.RESULTS.read_text("utf-8")))
     assert len(table.splitlines()) > 6
-    assert module.BEGIN + table + module.END in module.PAGE.read_text("utf-8")
+    for page in module.PAGES:
+        assert module.BEGIN + table + module.END in page.read_text("utf-8")
 
 
 def test_the_sentence_about_the_hosts_memory_is_that_of_the_results_file(monkeypatch):

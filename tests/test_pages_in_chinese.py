@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+IN_CHINESE = ROOT / "docs" / "zh"
 PAIRS = {
     "README.md": "README.zh-CN.md",
-    **{f"docs/{page.name}": f"docs/zh/{page.name}" for page in sorted((ROOT / "docs" / "zh").glob("*.md"))},
+    **{
+        str(Path("docs", page.relative_to(IN_CHINESE))): str(page.relative_to(ROOT))
+        for page in sorted(IN_CHINESE.rglob("*.md"))
+    },
 }
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 TABLE_OF_FIGURES = re.compile(r"^\| (?:predicted|预测什么) \|.*(?:\n\|.*)*", re.MULTILINE)  # `benchmarks/front_page.py`
@@ -26,9 +30,12 @@ def prose(name):
 def linked(name):
     """What a page links to, as the English page that it is or stands for."""
     english = {(ROOT / theirs).resolve(): ours for ours, theirs in PAIRS.items()}
-    targets = {((ROOT / name).parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)[^)]*\)", read(name))}
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", read(name))
+    targets = {((ROOT / name).parent / link).resolve() for link in links if "://" not in link}
+    elsewhere = {link for link in links if "://" in link}
     return sorted(
-        {str(ROOT / english.get(target, target)) for target in targets}
+        elsewhere
+        | {str(ROOT / english.get(target, target)) for target in targets}
         - {str(ROOT / n) for n in PAIRS if n == name or PAIRS[n] == name}
     )
 
@@ -36,7 +43,7 @@ def linked(name):
 @pairs
 def test_every_block_of_code_is_the_same(english, chinese):
     assert BLOCK.findall(read(chinese)) == BLOCK.findall(read(english))
-    assert len(BLOCK.findall(read(english))) > 5
+    assert BLOCK.findall(read(english))
 
 
 @pairs
