@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tightfit.ops import flex
 from tightfit.runtime.simulation import simulation
@@ -143,7 +144,11 @@ def _grouped_mm(
 
 def _nonzero(source: torch.Tensor) -> torch.Tensor:
     # The number of nonzero entries of an unknown tensor is unknown. Assume all of them, the worst case.
-    return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device="meta")
+    if simulation.of_cuda:
+        return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device="meta")
+    return torch.empty(
+        (source.dim(), source.numel()), dtype=torch.int64, device="meta"
+    ).t()  # TensorAdvancedIndexing.cpp
 
 
 def _masked_select(source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -270,6 +275,74 @@ def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any
     return (of_x if simulation.of_cuda or of_x is None else _as_suggested(x), *others)
 
 
+def _native_layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    # native/layer_norm.cpp and cuda/layer_norm_kernel.cu: contiguous. The meta kernel lies as gradient and input do.
+    of_x, *others = aten.native_layer_norm_backward.default(grad, x, *rest)
+    return (None if of_x is None else _meta(of_x.shape, of_x.dtype), *others)
+
+
+def _contiguous(operator: Any) -> Callable[..., Any]:
+    """The rule of an operator whose results are contiguous, and in the meta kernel as its operands."""
+
+    def rule(*args: Any, **options: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: _meta(x.shape, x.dtype), operator(*args, **options))
+
+    return rule
+
+
+def _as_gradient(operator: Any) -> Callable[..., torch.Tensor]:
+    """The rule of an elementwise gradient that lies as its first operand, and in the meta kernel as its second.
+
+    Source: the order of operands in `TensorIterator::borrowing_binary_op`, ATen/native/Activation.cpp.
+    """
+
+    def rule(grad: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        found = operator(grad, *rest, **options)
+        return torch.mul(grad, found).to(found.dtype)
+
+    return rule
+
+
+def _log_sigmoid_forward(x: torch.Tensor) -> Any:
+    found = aten.log_sigmoid_forward.default(x)  # contiguous on a CPU: native/Activation.cpp
+    return found if simulation.of_cuda else tuple(_meta(part.shape, part.dtype) for part in found)
+
+
+def _padding(operator: Any) -> Callable[..., torch.Tensor]:
+    """The rule of a padding of images, or of its gradient: channels last as the input, which the meta kernel is not."""
+
+    def rule(*args: Any) -> torch.Tensor:
+        found = operator(*args)
+        source = args[0] if isinstance(args[1], list | tuple) else args[1]
+        keeps = not simulation.of_cuda and _is_channels_last(source)
+        return torch.empty_like(found, memory_format=torch.channels_last) if keeps else found
+
+    return rule
+
+
+PADDINGS = (
+    aten.reflection_pad2d.default,
+    aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d.default,
+    aten.replication_pad2d_backward.default,
+)
+
+# Source: ATen/native/Loss.cpp (`zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)`), Activation.cpp and SoftMax.cpp.
+CONTIGUOUS = (
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten._log_softmax_backward_data.default,
+)
+AS_GRADIENT = (
+    aten.elu_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardtanh_backward.default,
+    aten.softplus_backward.default,
+)
+
+
 def _mkldnn_rnn_layer(x: torch.Tensor, *rest: Any) -> Any:
     found = aten.mkldnn_rnn_layer.default(x, *rest)
     hidden, in_training = rest[9], rest[14]
@@ -292,6 +365,11 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.roll.default: _roll,
     aten.glu_backward.default: _glu_backward,
     aten.native_layer_norm.default: _native_layer_norm,
+    aten.native_layer_norm_backward.default: _native_layer_norm_backward,
+    **{operator: _contiguous(operator) for operator in CONTIGUOUS},
+    **{operator: _as_gradient(operator) for operator in AS_GRADIENT},
+    **{operator: _padding(operator) for operator in PADDINGS},
+    aten.log_sigmoid_forward.default: _log_sigmoid_forward,
     aten.native_group_norm.default: _native_group_norm,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     aten.mkldnn_rnn_layer_backward.default: _mkldnn_rnn_layer_backward,
