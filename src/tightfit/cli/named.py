@@ -22,7 +22,9 @@ Written by `python -m tightfit.cli.named` from `src/tightfit/models/published.to
 such as Instruct. The repository on the Hugging Face Hub names the same model. A model has the fields of its own
 config.json, and a test builds each one dry and counts its parameters. "Stored" is the dtype that `--dtype auto` takes.
 ViT gets a batch of images with classes. Whisper gets 30 seconds of speech with the tokens of what is said (`--seq-len`,
-else as many as it takes). Gemma 3 from 4b on reads images too; its batch is text.
+else as many as it takes). Gemma 3 from 4b on reads images too; its batch is text. Diffusion models (`sd1.5` to
+`flux.1-dev`, extra `diffusion`) get latents of images of `--image` pixels, what text encoders make of `--seq-len`
+tokens, and the loss of diffusers' training scripts.
 
 | name | also | repository | parameters | stored |
 |---|---|---|---:|---|

@@ -61,6 +61,16 @@ SeqLen = Annotated[
     int | None,
     typer.Option(metavar="TOKENS", min=1, help="Tokens in a sequence (else 1024).", rich_help_panel=THE_STEP),
 ]
+Image = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PIXELS",
+        min=1,
+        help="Height and width of the images of a diffusion model (else those it was made for); --seq-len is then the "
+        "text's.",
+        rich_help_panel=THE_STEP,
+    ),
+]
 Precision = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="fp32, or autocast to bf16 or fp16 (else fp32).", rich_help_panel=THE_STEP),
@@ -320,6 +330,7 @@ OF_A_STEP: dict[str, Any] = {
     "attention": Attention,
     "batch_size": BatchSize,
     "seq_len": SeqLen,
+    "image": Image,
     "precision": Precision,
     "optimizer": Optimizer,
     "optimizer_args": OptimizerArgs,

@@ -75,6 +75,7 @@ class Question:
     model: str | None = None
     batch_size: int | None = None
     seq_len: int | None = None
+    image: int | None = None
     precision: str | None = None
     optimizer: str | None = None
     optimizer_args: str | None = None

@@ -12,6 +12,7 @@ from tightfit.cli.subject import budget_of, built, subject_of
 from tightfit.cli.waiting import say
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
+from tightfit.models.diffusion import is_denoiser
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.planner.levers import Exactness
 from tightfit.planner.refusal import Refusal
@@ -106,6 +107,11 @@ def _of_model(question: Question) -> RecipeSubject:
     asked = _with_figures(built(question, dry=True).asked.but(levers=question.allowed or LEVERS))
 
     def setting() -> WrittenSections:
+        if is_denoiser(asked.model):
+            raise InputError(
+                f"--model {source} is a diffusion model, which your own loop trains: no configuration can be written "
+                "of its recipe, plan its step there with tightfit.plan"
+            )
         return WrittenSections(
             model={**_section_of(source), **({} if attention is None else {"attention": attention})},
             device=question.device,

@@ -20,6 +20,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
 from tightfit.models.attention import FLASH, OLDEST
 from tightfit.models.batches import batch_of, tokens
+from tightfit.models.diffusion import denoising_batch, denoising_loss, is_denoiser
 from tightfit.models.loading import build_model, without_weights
 from tightfit.models.masks import put_masks, source_masks
 from tightfit.models.quantised_record import refuse_quantised
@@ -211,6 +212,14 @@ def _build(config: Config, dry: bool) -> nn.Module:
 def _from_model(question: Question, dry: bool, inference: bool) -> Subject:
     assert question.model is not None, "the question has a --model"
     model, batch = sources.build(question.model, dry=dry, held=_held(question, inference))
+    loss = None
+    if is_denoiser(model):
+        batch = denoising_batch(model, question.batch_size or SIZE, question.image, question.seq_len)
+        loss = denoising_loss(model)
+    elif question.image is not None:
+        raise InputError(
+            f"--image {question.image} is for diffusion models, and {question.model} is none: leave it out"
+        )
     if batch is None:
         batch = batch_of(model, question.batch_size or SIZE, question.seq_len, "--seq-len", otherwise=LENGTH)
     optimizer = question.optimizer or "adamw"
@@ -219,6 +228,7 @@ def _from_model(question: Question, dry: bool, inference: bool) -> Subject:
         asked=Request.of(
             model=model,
             batch=batch,
+            loss=loss,
             optimizer=optimizer,
             precision=cast(Precision, question.precision or "fp32"),  # checked with the other arguments
             device=question.device,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import ModelError, why_unreadable
 from tightfit.models.decoder import Decoder
+from tightfit.models.diffusion import KINDS, is_denoiser, kind_of
 from tightfit.names import FEW_BITS
 from tightfit.ops.weights.experts import fused_experts
 from tightfit.ops.weights.low_bit import freeze_in_low_bits, is_in_low_bits, linear_layers
@@ -116,6 +117,8 @@ def usual_layers(model: nn.Module) -> str | tuple[str, ...] | None:
     """
     if find_spec("peft") is None:
         return None
+    if is_denoiser(model):
+        return KINDS[kind_of(model)].adapted
     if isinstance(model, Decoder):
         return tuple(sorted({path.rpartition(".")[2] for path in linear_layers(model)} - {"head"}))
     known = _peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

@@ -16,6 +16,7 @@ from torch import nn
 
 from tightfit.errors import ModelError
 from tightfit.models.attention import demand_support
+from tightfit.models.diffusion import CLASS, build_denoiser, is_denoiser
 from tightfit.models.published import Published, find_published, is_source, published
 from tightfit.names import MASKS
 from tightfit.training.config.schema import PretrainedModel
@@ -52,8 +53,9 @@ def build_pretrained(
             model = _new(transformers, place, config, dtype, any_task)
         else:
             model = _loaded(transformers, place, config, dtype, any_task)
-    # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
-    model.config.use_cache = False
+    if not is_denoiser(model):
+        # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
+        model.config.use_cache = False
     return model
 
 
@@ -175,6 +177,10 @@ def _configuration(place: Place) -> Any:
 
 
 def _new(transformers: Any, place: Place, section: PretrainedModel, dtype: torch.dtype, any_task: bool) -> Any:
+    if place.published is not None and place.published.is_denoiser:
+        if not any_task:
+            raise ValueError(f"it is a {place.published.config[CLASS]}, which your own loop trains under tightfit.plan")
+        return build_denoiser(place.published.config, dtype)
     config = place.config(transformers)
     automatic, kind = _auto_class(transformers, config, any_task)
     return automatic.from_config(config, dtype=dtype, **_attention(section, kind))

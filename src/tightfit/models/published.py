@@ -27,6 +27,11 @@ class Published:
     also: tuple[str, ...] = ()
 
     @property
+    def is_denoiser(self) -> bool:
+        """True for a model of `diffusers`, whose config names its class."""
+        return "_class_name" in self.config
+
+    @property
     def owner(self) -> str:
         return self.source.partition("/")[0]
 

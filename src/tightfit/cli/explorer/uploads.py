@@ -116,7 +116,7 @@ def published_place(path: str) -> tuple[str, Published]:
 
 def reads_text(entry: Published) -> bool:
     """True if a published model is trained on token ids alone."""
-    return entry.config["model_type"] not in OF_IMAGES_OR_SPEECH
+    return not entry.is_denoiser and entry.config["model_type"] not in OF_IMAGES_OR_SPEECH
 
 
 # config.json

@@ -1,0 +1,191 @@
+"""Denoisers of `diffusers`, UNets and transformers: built from the fields of their config.json, with a batch of the
+right shapes and the training step of diffusers' own scripts as a loss.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.errors import InputError, ModelError
+from tightfit.models.dtypes import convert_weights
+
+CLASS = "_class_name"  # the field of config.json that names the class
+INSTALL_HINT = "pip install 'tightfit[diffusion]'"
+SCALE = 8  # pixels of an image to one latent, in each direction
+LARGEST = 1024  # pixels of an image, for a model whose config names no size
+STEPS = 1000  # of noise
+
+
+class Kind(NamedTuple):
+    """Facts of a class of denoisers: the text tokens of diffusers' scripts, and the layers that these adapt."""
+
+    text: int
+    adapted: tuple[str, ...]
+
+
+_ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
+_JOINT = (*_ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
+
+# examples/text_to_image/train_text_to_image_lora*.py and examples/dreambooth/train_dreambooth_lora_{sd3,flux}.py
+KINDS = {
+    "UNet2DConditionModel": Kind(77, _ATTENTION),
+    "SD3Transformer2DModel": Kind(77 + 77, _JOINT),
+    "FluxTransformer2DModel": Kind(
+        512, (*_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+    ),
+}
+
+
+def is_denoiser(model: nn.Module) -> bool:
+    """True for a denoiser of `diffusers` of a known class, also below adapters."""
+    return kind_of(model) in KINDS
+
+
+def kind_of(model: nn.Module) -> str:
+    """The name of a model's class, below adapters."""
+    below = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue] - peft's
+    return type(below).__name__ if type(below).__module__.startswith("diffusers.") else ""
+
+
+def build_denoiser(fields: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A denoiser with new weights, from the fields of its config.json. Raises `ModelError`."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ModelError(f"this model needs the package diffusers: {INSTALL_HINT}") from error
+    name = fields.get(CLASS)
+    if name not in KINDS:
+        raise ModelError(f"its config is of a {name}: known are {', '.join(KINDS)}")
+    model = getattr(diffusers, name).from_config(dict(fields))
+    convert_weights(model, dtype)
+    return model
+
+
+def denoising_batch(model: nn.Module, size: int, image: int | None, text: int | None) -> dict[str, Tensor]:
+    """Latents of images of `image` x `image` pixels (None: the size that the model was made for), and what text
+    encoders make of `text` tokens (None: as many as diffusers' scripts have). Raises `InputError`.
+    """
+    config: Any = model.config
+    kind = kind_of(model)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    pixels = image or (SCALE * config.sample_size if "sample_size" in config else LARGEST)
+    unit = SCALE * 2 ** (len(config.block_out_channels) - 1 if kind == "UNet2DConditionModel" else 1)
+    if pixels % unit:
+        raise InputError(f"--image {pixels}: images of {kind} have a multiple of {unit} pixels on each side")
+    if pixels // SCALE // 2 > getattr(config, "pos_embed_max_size", pixels):
+        raise InputError(f"--image {pixels}: {kind} has positions for {config.pos_embed_max_size * 2 * SCALE} pixels")
+    channels = config.in_channels // 4 if kind == "FluxTransformer2DModel" else config.in_channels
+    side, tokens = pixels // SCALE, text or KINDS[kind].text
+    width = config.cross_attention_dim if kind == "UNet2DConditionModel" else config.joint_attention_dim
+    batch = {
+        "latents": torch.zeros(size, channels, side, side, dtype=dtype),
+        "encoder_hidden_states": torch.zeros(size, tokens, width, dtype=dtype),
+    }
+    if kind != "UNet2DConditionModel":
+        batch["pooled_projections"] = torch.zeros(size, config.pooled_projection_dim, dtype=dtype)
+    elif config.addition_embed_type == "text_time":  # SDXL: the pooled text, and six sizes of the image
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        batch["text_embeds"] = torch.zeros(size, pooled, dtype=dtype)
+        batch["time_ids"] = torch.full((size, 6), float(pixels), dtype=dtype)
+    return batch
+
+
+def denoising_loss(model: nn.Module) -> "NoiseLoss | FlowLoss":
+    """The loss of diffusers' scripts for a denoiser."""
+    return NoiseLoss() if kind_of(model) == "UNet2DConditionModel" else FlowLoss(kind_of(model))
+
+
+def _scheduler(name: str, **settings: Any) -> Any:
+    import diffusers
+
+    return getattr(diffusers, name)(num_train_timesteps=STEPS, **settings)
+
+
+@dataclass(frozen=True)
+class NoiseLoss:
+    """`loss(model, batch)`: the mean squared error of the noise that a UNet finds in noisy latents.
+
+    `batch` has `latents` (B, C, H, W), `encoder_hidden_states` (B, T, D), and for SDXL `text_embeds` and `time_ids`.
+    Noise and steps are drawn anew in each call (`train_text_to_image_lora.py`, `train_text_to_image_lora_sdxl.py`).
+    """
+
+    scheduler: Any = field(
+        default_factory=lambda: _scheduler(
+            "DDPMScheduler", beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
+        )
+    )
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        latents = batch["latents"]
+        noise = torch.randn_like(latents)
+        timesteps = torch.randint(0, STEPS, (len(latents),), device=latents.device)
+        noisy = self.scheduler.add_noise(latents, noise, timesteps)
+        added = {name: batch[name] for name in ("text_embeds", "time_ids") if name in batch}
+        given = {"added_cond_kwargs": added} if added else {}
+        found = model(noisy, timesteps, batch["encoder_hidden_states"], return_dict=False, **given)[0]
+        return F.mse_loss(found.float(), noise.float(), reduction="mean")
+
+
+@dataclass(frozen=True)
+class FlowLoss:
+    """`loss(model, batch)`: the weighted squared error of flow matching, of SD3's and FLUX's transformers.
+
+    `batch` has `latents` (B, C, H, W), `encoder_hidden_states` (B, T, D) and `pooled_projections` (B, P). Noise and
+    levels (logit-normal) are drawn anew in each call (`train_dreambooth_lora_sd3.py`, `train_dreambooth_lora_flux.py`).
+    """
+
+    kind: str
+    guidance: float = 3.5
+    scheduler: Any = field(default_factory=lambda: _scheduler("FlowMatchEulerDiscreteScheduler", shift=3.0))
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        latents = batch["latents"]
+        noise = torch.randn_like(latents)
+        places = (torch.normal(0.0, 1.0, (len(latents),)).sigmoid() * STEPS).long()
+        timesteps = self.scheduler.timesteps[places].to(latents.device)
+        sigmas = self.scheduler.sigmas[places].to(latents.device, latents.dtype)[:, None, None, None]
+        noisy = (1.0 - sigmas) * latents + sigmas * noise
+        if self.kind == "FluxTransformer2DModel":
+            found = self._of_flux(model, noisy, timesteps, batch)
+            target = noise - latents
+        else:
+            found = model(
+                hidden_states=noisy,
+                timestep=timesteps,
+                encoder_hidden_states=batch["encoder_hidden_states"],
+                pooled_projections=batch["pooled_projections"],
+                return_dict=False,
+            )[0]
+            found = found * -sigmas + noisy  # preconditioned: the clean latents
+            target = latents
+        weighting = torch.ones_like(sigmas)
+        errors = weighting.float() * (found.float() - target.float()) ** 2
+        return errors.reshape(len(latents), -1).mean(1).mean()
+
+    def _of_flux(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        size, channels, height, width = noisy.shape
+        rows, columns, device = height // 2, width // 2, noisy.device
+        packed = noisy.view(size, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
+        packed = packed.reshape(size, rows * columns, channels * 4)
+        places = torch.zeros(rows, columns, 3, device=device, dtype=noisy.dtype)
+        places[..., 1] += torch.arange(rows, device=device)[:, None]
+        places[..., 2] += torch.arange(columns, device=device)[None, :]
+        text = batch["encoder_hidden_states"]
+        config: Any = model.config
+        guidance = torch.full((size,), self.guidance, device=device) if config.guidance_embeds else None
+        found = model(
+            hidden_states=packed,
+            timestep=timesteps / STEPS,
+            guidance=guidance,
+            pooled_projections=batch["pooled_projections"],
+            encoder_hidden_states=text,
+            txt_ids=torch.zeros(text.shape[1], 3, device=device, dtype=noisy.dtype),
+            img_ids=places.reshape(rows * columns, 3),
+            return_dict=False,
+        )[0]
+        found = found.view(size, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
+        return found.reshape(size, channels, height, width)

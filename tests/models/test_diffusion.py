@@ -1,0 +1,165 @@
+"""Denoisers of diffusers: built from a config, with the training step of diffusers' scripts, predicted and planned."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tightfit
+from command_line import tightfit as run
+from tightfit.errors import InputError, ModelError
+from tightfit.models.adapters import add_adapter
+from tightfit.models.diffusion import build_denoiser, denoising_batch, denoising_loss, is_denoiser
+from tightfit.models.published import published
+from tightfit.runtime.nested import tensors_in
+from tightfit.training.config import AdapterConfig, PretrainedModel
+from tiny import allocator_peak
+
+diffusers = pytest.importorskip("diffusers")
+
+UNET = {
+    "_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [32, 64], "layers_per_block": 1,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "cross_attention_dim": 32, "attention_head_dim": 8,
+    "norm_num_groups": 8,
+}  # fmt: skip
+WITH_SIZES = UNET | {
+    "transformer_layers_per_block": [1, 2], "attention_head_dim": [2, 4], "use_linear_projection": True,
+    "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80,
+}  # fmt: skip
+SD3 = {
+    "_class_name": "SD3Transformer2DModel", "sample_size": 8, "patch_size": 2, "in_channels": 16, "num_layers": 3,
+    "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32, "caption_projection_dim": 32,
+    "pooled_projection_dim": 64, "out_channels": 16, "pos_embed_max_size": 16,
+}  # fmt: skip
+FLUX = {
+    "_class_name": "FluxTransformer2DModel", "in_channels": 64, "num_layers": 2, "num_single_layers": 2,
+    "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32,
+    "guidance_embeds": True, "axes_dims_rope": [4, 6, 6],
+}  # fmt: skip
+SHAPES = {"sd1.5": UNET, "sdxl": WITH_SIZES, "sd3": SD3, "flux": FLUX}
+
+
+def made(name, *, lora):
+    torch.manual_seed(0)
+    model = build_denoiser(SHAPES[name])
+    if lora:
+        model = add_adapter(model, AdapterConfig(r=4))
+        for path, parameter in model.named_parameters():
+            if "lora_B" in path:
+                torch.nn.init.normal_(parameter, std=0.1)
+    batch = denoising_batch(model, 2, 128, 16)
+    return model.train(), {key: torch.randn_like(value) for key, value in batch.items()}, denoising_loss(model)
+
+
+def tables(loss):
+    """Bytes of what the noise scheduler holds, which live as long as the training."""
+    return sum(tensor.nbytes for tensor in tensors_in(list(vars(loss.scheduler).values())))
+
+
+CASES = [(name, lora) for name in SHAPES for lora in (True, False)]
+
+
+@pytest.mark.parametrize(("name", "lora"), CASES)
+def test_the_predicted_peak_of_the_scripts_step_is_the_allocators(name, lora):
+    model, batch, loss = made(name, lora=lora)
+    found = tightfit.estimate(model, batch, loss=loss)
+    measured = allocator_peak(model, batch, loss=loss)
+    assert measured - 1024 <= found.peak_bytes <= measured + 1024 + tables(loss)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("name", "lora"), CASES)
+def test_a_plan_of_it_changes_no_bit_and_keeps_its_budget(name, lora):
+    model, batch, loss = made(name, lora=lora)
+    plan = tightfit.plan(model, batch, "0.8x", loss=loss)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert tightfit.verify(model, batch, plan, loss=loss).ok
+    with plan.apply(model):
+        assert allocator_peak(model, batch, loss=loss) <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_recompute_by_hand_has_the_plain_gradients(name):
+    model, batch, loss = made(name, lora=False)
+    gradients = []
+    for glob in (None, {"sd1.5": "*.attentions.*", "sdxl": "*.attentions.*"}.get(name, "*transformer_blocks.*")):
+        torch.manual_seed(3)
+        model.zero_grad()
+        if glob is None:
+            loss(model, batch).backward()
+        else:
+            with tightfit.recompute(model, glob):
+                loss(model, batch).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 20
+    assert all(map(torch.equal, *gradients))
+
+
+def test_the_loss_is_that_of_the_scripts():
+    model, batch, loss = made("sd1.5", lora=False)
+    torch.manual_seed(5)
+    found = loss(model, batch)
+    torch.manual_seed(5)
+    noise = torch.randn_like(batch["latents"])
+    steps = torch.randint(0, 1000, (2,))
+    kept = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0)[steps][:, None, None, None]
+    noisy = kept.sqrt() * batch["latents"] + (1 - kept).sqrt() * noise
+    predicted = model(noisy, steps, batch["encoder_hidden_states"]).sample
+    torch.testing.assert_close(found, F.mse_loss(predicted, noise))
+
+
+def test_a_perfect_flow_has_no_loss():
+    model, batch, loss = made("flux", lora=False)
+
+    class Perfect(torch.nn.Module):
+        """A denoiser that knows the noise, with FLUX's packing of 2 x 2 latents in a token."""
+
+        config = model.config
+
+        def forward(self, hidden_states, timestep, **given):
+            assert given["img_ids"].shape == (hidden_states.shape[1], 3)
+            level = timestep[:, None, None]
+            latents = batch["latents"].unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5)
+            latents = latents.reshape(hidden_states.shape)
+            return ((hidden_states - latents) / level,)  # noise - latents, from (1 - s) latents + s noise
+
+    assert loss(Perfect(), batch) < 1e-6
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["sd1.5", "sd2.1", "sdxl", "sd3-medium", "flux.1-dev"])
+def test_one_is_known_by_name_with_its_published_number_of_parameters(name):
+    found = json.loads(run("estimate", "--model", name, "--image", 256, "--device", "h200", "--adapter", "r=4,alpha=4",
+                           "--base", "bf16", "--json").out)  # fmt: skip
+    assert found["base_bytes"] == 2 * published()[name].parameters
+    assert found["adapted"] == sorted(found["adapted"])
+    assert {"to_k", "to_q", "to_v"} <= set(found["adapted"])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--model", "sd1.5", "--image", 100), "--image 100: images of UNet2DConditionModel have a multiple of 64"),
+        (("--model", "gpt2", "--image", 512), "--image 512 is for diffusion models, and gpt2 is none"),
+    ],
+)
+def test_an_image_that_cannot_be_is_refused_in_one_line(options, line):
+    result = run("estimate", *options, "--device", "rtx4090")
+    assert result.code == InputError.exit_code
+    assert line in " ".join(result.err.split())
+
+
+def test_a_training_of_ours_refuses_one_in_one_line():
+    from tightfit.models.loading import build_model
+
+    with pytest.raises(ModelError, match=r"sd1\.5.*UNet2DConditionModel, which your own loop trains"):
+        build_model(PretrainedModel(path="sd1.5", random_init=True))
+
+
+def test_what_is_no_denoiser_is_none():
+    assert not is_denoiser(torch.nn.Linear(2, 2))
+    assert is_denoiser(build_denoiser(UNET))
+    with pytest.raises(ModelError, match="known are UNet2DConditionModel"):
+        build_denoiser({"_class_name": "AutoencoderKL"})
