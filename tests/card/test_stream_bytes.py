@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import tightfit
+import trained_blocks
 from adapted_blocks import KINDS, built, of_batch
+from tightfit.optim import OffloadedAdamW
 
 pytestmark = pytest.mark.usefixtures("growing_segments")
 
@@ -41,6 +43,25 @@ def test_streamed_blocks_take_the_predicted_bytes(kind, ahead, beside):
         gc.collect()  # tensors in cycles of earlier runs would count
         torch.cuda.reset_peak_memory_stats()
         of_batch(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() == predicted
+    tightfit.undo(model)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trained_weights_take_the_predicted_bytes(dtype, ahead):
+    model, x = trained_blocks.built(dtype)
+    batch = {"x": x.cuda()}
+    how = {"loss": trained_blocks.of_batch, "optimizer": "offloaded_adamw", "device": "cuda"}
+    tightfit.stream(model, "layers.*", trained=True, ahead=ahead, device="cuda")
+    predicted = tightfit.estimate(model, batch, **how).peak_bytes
+    optimizer = OffloadedAdamW(model.parameters())
+    for _ in range(3):
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        trained_blocks.of_batch(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert torch.cuda.max_memory_allocated() == predicted

@@ -10,10 +10,12 @@ from trap_cases import CASES
 from trap_streams import STREAMS, has_frozen
 
 import tightfit
+import trained_blocks
 from adapted_blocks import KINDS, built, loss
 from exactness import assert_bit_equal, run
 from tightfit.errors import LeverError
 from tightfit.levers.stream import lever
+from tightfit.optim import OffloadedAdamW
 from tightfit.runtime.streams import CudaStreams
 
 pytestmark = pytest.mark.usefixtures("values")
@@ -74,6 +76,47 @@ def test_a_model_that_goes_to_the_card_after_stream_is_refused():
         model.cuda()
         with pytest.raises(LeverError, match=r"layers\.0 is streamed on the CPU .* device=\"cuda\""):
             loss(model, x.cuda())
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trained_weights_are_bit_equal_over_several_steps(dtype, ahead):
+    """Gradients are moved to the host as they are made, clipped, added over micro-batches and used there."""
+
+    def outcome(stream):
+        model, x = trained_blocks.built(dtype)
+        model.cuda()
+        x = x.cuda()
+        handle = tightfit.stream(model, "layers.*", trained=True, ahead=ahead) if stream else None
+        optimizer = OffloadedAdamW(model.parameters())
+        losses = []
+        for _ in range(3):
+            for _ in range(2):
+                losses.append(trained_blocks.loss(model, x))
+                losses[-1].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
+        if handle is not None:
+            away = [p for p in model["layers"].parameters() if not p.is_cuda]
+            large = [p for p in model["layers"][0].parameters() if p.nbytes >= lever.SMALLEST_BYTES]
+            assert len(away) == (trained_blocks.BLOCKS - ahead - 1) * len(large) > 0
+            handle.undo()
+            assert all(p.is_cuda for p in model.parameters())
+        return [each.detach().cpu() for each in losses], weights
+
+    torch.testing.assert_close(outcome(True), outcome(False), rtol=0, atol=0)
+
+
+def test_an_optimizer_that_updates_on_the_card_is_refused():
+    model, x = trained_blocks.built()
+    model.cuda()
+    with tightfit.stream(model, "layers.*", trained=True):
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained_blocks.loss(model, x.cuda()).backward()
+        with pytest.raises(LeverError, match="AdamW updates weights on cuda:0, and streamed ones are on the host"):
+            optimizer.step()
 
 
 def test_the_copies_are_waited_for(monkeypatch):

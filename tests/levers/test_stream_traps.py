@@ -15,6 +15,7 @@ from trap_cases import CASES
 from trap_streams import STREAMS, freeze, has_frozen
 
 from exactness import assert_bit_equal, run
+from tightfit.levers.recompute.lever import matching_modules
 from tightfit.levers.stream import lever
 
 for cases in ("trap_state", "trap_memory", "trap_modules"):
@@ -51,6 +52,18 @@ def test_stream_leaves_everything_bit_equal(name, way):
     if not has_frozen(build(name)[0]):
         pytest.skip("the blocks have no frozen weights of their own")
     assert_bit_equal(plain_step(name), step(name, STREAMS[way]))
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("name", CASES)
+def test_streamed_trained_weights_leave_everything_bit_equal(name):
+    model, _ = CASES[name].build()
+    if not all(lever.streamable_weights(model, matching_modules(model, "layers.*"), trained=True)):
+        pytest.skip("the blocks have no weights of their own")
+    case = CASES[name]
+    levers = functools.partial(lever.stream, pattern="layers.*", trained=True)
+    plain, streamed = (run(*case.build(), case.loss, backward=case.backward, levers=each) for each in (None, levers))
+    assert_bit_equal(plain, streamed)
 
 
 @pytest.mark.sampled(12)

@@ -26,9 +26,9 @@ def freeze(model: nn.Module) -> nn.Module:
 
 def has_frozen(model: nn.Module) -> bool:
     """True if each block has frozen weights that it does not share."""
-    from tightfit.levers.stream.lever import frozen_weights
+    from tightfit.levers.stream.lever import streamable_weights
 
-    return all(frozen_weights(model, matching_modules(model, "layers.*")))
+    return all(streamable_weights(model, matching_modules(model, "layers.*")))
 
 
 def inside(lever, model: nn.Module) -> Applied:

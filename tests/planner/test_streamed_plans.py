@@ -72,13 +72,13 @@ def test_a_planned_step_is_bit_equal():
 
 def test_a_model_without_frozen_blocks_says_why_it_streams_nothing():
     model, batch, how = asked(levers=["exact", "stream"], optimizer="sgd")
+    how["device"] = "rtx4090"  # on a CPU trained weights stream too
     model.requires_grad_(True)
-    batch = {"x": batch["x"].repeat(16, 1, 1)}
+    batch = {"x": batch["x"].repeat(512, 1, 1)}
     plain_peak = tightfit.plan(model, batch, "1GiB", **how).plain_peak_bytes
     plan = tightfit.plan(model, batch, plain_peak - 4096, **how)
-    assert ("stream", "no block has frozen weights of its own: train adapters") in [
-        (each.levers, each.reason) for each in plan.rejected
-    ]
+    why = "no block has frozen weights of its own: train adapters, or update on the host (offloaded_adamw)"
+    assert ("stream", why) in [(each.levers, each.reason) for each in plan.rejected]
 
 
 def test_streamed_blocks_are_spread_evenly():

@@ -9,7 +9,7 @@ import torch
 
 from tightfit.errors import InputError
 from tightfit.memory.allocator import memory_of
-from tightfit.names import OPTIMIZERS, OptimizerName, parse_optimizer
+from tightfit.names import OFFLOADED, OPTIMIZERS, OptimizerName, parse_optimizer
 from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
@@ -114,6 +114,23 @@ def optimizer_over(
     if steps_in_backward(optimizer):
         step_in_backward(twin, [p for group in twin.param_groups for p in group["params"]])
     return twin
+
+
+def moves_gradients(optimizer: Any) -> bool:
+    """True if an optimizer, or the one of a name, moves gradients to the host as backward makes them."""
+    if isinstance(optimizer, str):
+        return parsed_name(optimizer).kind == OFFLOADED
+    return isinstance(optimizer, OffloadedAdamW)
+
+
+def updates_on_host(optimizer: Any, *, on_card: bool) -> bool:
+    """True if an optimizer, or the one of a name, updates all weights in the host's memory. On a CPU each does."""
+    if not on_card:
+        return True
+    if isinstance(optimizer, str):
+        name = parsed_name(optimizer)
+        return name.kind == OFFLOADED and name.fraction in (None, 1)
+    return isinstance(optimizer, OffloadedAdamW) and optimizer.fraction == 1
 
 
 def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

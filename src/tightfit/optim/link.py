@@ -10,6 +10,20 @@ from tightfit.runtime.simulation import host_memory
 from tightfit.runtime.streams import CudaStreams
 
 HOST = torch.device("cpu")
+_STREAMED = "_tightfit_streamed"  # of a trained weight that is on the device only while its block runs
+
+
+def note_streamed(weight: Tensor, streamed: bool) -> None:
+    """Note that a trained weight's memory is on the host, and on the device while its block runs; or no longer."""
+    if streamed:
+        setattr(weight, _STREAMED, True)
+    elif is_streamed(weight):
+        delattr(weight, _STREAMED)
+
+
+def is_streamed(weight: Tensor) -> bool:
+    """True if a trained weight's memory changes between host and device (`levers/stream`)."""
+    return hasattr(weight, _STREAMED)
 
 
 class Played(threading.local):
@@ -35,10 +49,10 @@ class Link:
         """True if copies run in parallel with the computation."""
         return self._streams is not None
 
-    def empty_on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised host memory of a tensor's shape; pinned if the device is CUDA."""
-        pinned = self.device.type == "cuda"
-        with host_memory(pinned=True):
+    def empty_on_host(self, like: Tensor, dtype: torch.dtype | None = None, *, pinned: bool = True) -> Tensor:
+        """Uninitialised host memory of a tensor's shape; pinned if the device is CUDA, unless `pinned` is False."""
+        with host_memory(pinned=pinned):
+            pinned = pinned and self.device.type == "cuda"
             return torch.empty_like(
                 like, dtype=dtype, device=HOST, pin_memory=pinned, memory_format=torch.preserve_format
             )

@@ -18,7 +18,7 @@ from tightfit.errors import InputError
 from tightfit.optim.adamw_step import adamw_step, new_moments
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.host_gradient import HostGradient
-from tightfit.optim.link import HOST, Link
+from tightfit.optim.link import HOST, Link, is_streamed
 from tightfit.runtime.simulation import host_memory, simulation
 
 MASTER = "master"
@@ -26,14 +26,17 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class _Version(NamedTuple):
-    """A weight's address and its count of in-place writes. If both are unchanged, the weight was not written."""
+    """A weight's address and its count of in-place writes. If both are unchanged, the weight was not written.
+
+    A streamed weight has no address of its own: its lever moves it.
+    """
 
     address: int
     writes: int
 
     @classmethod
     def of(cls, weight: Tensor) -> "_Version":
-        return cls(weight.data_ptr(), weight._version)
+        return cls(0 if is_streamed(weight) else weight.data_ptr(), weight._version)
 
 
 class OffloadedAdamW(FrugalOptimizer):
@@ -127,7 +130,7 @@ class OffloadedAdamW(FrugalOptimizer):
 
     def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if key == MASTER and parameter in self._offloaded:
-            return self._link(parameter).empty_on_host(parameter, dtype)  # pinned where the device is CUDA
+            return self._empty_on_host(parameter, dtype)
         return super().empty_state(parameter, key, shape, dtype)
 
     def states_were_read(self) -> None:
@@ -183,6 +186,10 @@ class OffloadedAdamW(FrugalOptimizer):
         weight = self._weight(parameter)
         gradient = self._gradient(parameter, link).to(weight.dtype)
         adamw_step([weight], [gradient], [self.state[parameter]], group, foreach=False, fused=self.fused)
+        if is_streamed(parameter):
+            parameter.copy_(weight)  # most of them are on the host now
+            self._written[parameter] = _Version.of(parameter)
+            return
         outgoing = weight if weight.dtype == parameter.dtype else link.empty_on_host(parameter).copy_(weight)
         self._sent[parameter] = link.to_device(parameter, outgoing)
         self._written[parameter] = _Version.of(parameter)
@@ -217,7 +224,11 @@ class OffloadedAdamW(FrugalOptimizer):
         if not on_host:
             return parameter.detach().to(torch.float32, copy=True)
         dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
-        return self._link(parameter).empty_on_host(parameter, dtype).copy_(parameter.detach())
+        return self._empty_on_host(parameter, dtype).copy_(parameter.detach())
+
+    def _empty_on_host(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Host memory of a parameter's shape. It is pinned where a card's copies read it: not for streamed weights."""
+        return self._link(parameter).empty_on_host(parameter, dtype, pinned=not is_streamed(parameter))
 
 
 def chosen_for_host(parameters: Sequence[Tensor], fraction: float) -> list[Tensor]:

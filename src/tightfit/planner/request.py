@@ -22,7 +22,7 @@ from tightfit.levers.recompute import Policy
 from tightfit.levers.stream import rings_on
 from tightfit.memory.disk import disk_rates
 from tightfit.names import optimizer_in_words
-from tightfit.optim.by_name import optimizer_over
+from tightfit.optim.by_name import optimizer_over, updates_on_host
 from tightfit.planner.apply import apply_levers
 from tightfit.planner.arguments import (
     check_levers,
@@ -383,6 +383,7 @@ def plain_step(request: Request, trace: StepTrace, paths: Sequence[str]) -> Plai
         request.micro_batches,
         request.size,
         lambda: request.separation,
+        updates_on_host(request.optimizer, on_card=request.device.kind != "cpu"),
     )
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit
-from tightfit.levers.stream import frozen_weights
+from tightfit.levers.stream import streamable_weights
 from tightfit.names import OFFLOADED, parse_optimizer
+from tightfit.optim.by_name import updates_on_host
 from tightfit.planner.api import as_plan, levers_of
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.host import weight_bytes
@@ -125,10 +126,10 @@ class RecipeSearch:
         with leaving_out(lambda: waiting, self.left_out):
             search, model, held = self.search_of(variant, recipes[0])
             limit = search.budget_bytes - UNSEEN_BYTES
-            stays = held - streamable_bytes(search)
-            waiting = [r for r in recipes if least_bytes(r, model, stays) <= limit]
+            least = {r: least_bytes(r, model, held - streamable_bytes(search, r)) for r in recipes}
+            waiting = [r for r in recipes if least[r] <= limit]
             for recipe in (r for r in recipes if r not in waiting):
-                yield Found(self.hopeless(recipe, least_bytes(recipe, model, stays)), search)
+                yield Found(self.hopeless(recipe, least[recipe]), search)
             if waiting:
                 _ = search.plain  # a step that cannot be run dry is not tried once for each optimizer
             for recipe in waiting:
@@ -158,7 +159,7 @@ class RecipeSearch:
             return self.found(search, recipe, plain)
         fixed = search.update_peak(plain) + UNSEEN_BYTES
         if fixed > search.budget_bytes:
-            if streamable_bytes(search):
+            if streamable_bytes(search, recipe):
                 return self.planned(recipe, search)
             return Found(Outcome(recipe, False, plain.peak_bytes, fixed), search)
         needed: list[int] = []
@@ -167,7 +168,7 @@ class RecipeSearch:
             if candidate is not None:
                 return self.found(search, recipe, candidate)
             needed.append(least)
-        if streamable_bytes(search):
+        if streamable_bytes(search, recipe):
             return self.planned(recipe, search)  # weights go, which the shared traces of the variant hold
         return Found(Outcome(recipe, False, plain.peak_bytes, min(needed)), search)
 
@@ -196,6 +197,8 @@ class RecipeSearch:
             bound -= excess
             if levers is None:
                 break
+        if streamable_bytes(search, recipe):
+            return self.planned(recipe, search)
         least = freeing.least_of(rung) + UNSEEN_BYTES
         return Found(Outcome(recipe, False, needed, max(least, search.budget_bytes + 1)), freeing)
 
@@ -302,11 +305,13 @@ class RecipeSearch:
         return Found(self.outcome(search, outcome.recipe, whole, as_plan(search, whole)), variant, whole)
 
 
-def streamable_bytes(search: VariantSearch) -> int:
+def streamable_bytes(search: VariantSearch, recipe: Recipe) -> int:
     """Bytes of weights that need not be on the device, but for those of the blocks that run; 0 where none may leave."""
     if not search.request.may(Stream):
         return 0
-    blocks = frozen_weights(search.request.model, find_blocks(search.request.model, search.request.blocks))
+    model, on_card = search.request.model, search.request.device.kind != "cpu"
+    trained = updates_on_host(recipe.optimizer, on_card=on_card)
+    blocks = streamable_weights(model, find_blocks(model, search.request.blocks), trained=trained)
     sizes = [sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in b}.values()) for b in blocks]
     return sum(sizes) - max(sizes, default=0)
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from tightfit.levers.activity import activity
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
-from tightfit.optim.by_name import OptimizerFactory, build_optimizer, named_states
+from tightfit.optim import OffloadedAdamW
+from tightfit.optim.by_name import OptimizerFactory, build_optimizer, moves_gradients, named_states
 from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
 from tightfit.runtime.aside import aside
 from tightfit.runtime.module_paths import plain_tensors_of
@@ -186,7 +187,7 @@ def trace_part(
     The arguments give the rest of the step's memory. `state_bytes` are the optimizer's states. `with_gradient` names
     the parameters that get a gradient; with several micro-batches it exists from the start. `gradients_before` names
     the parameters that have a gradient before the step. With `in_backward` each gradient is freed when it is ready, at
-    an operator `STEPPED` that does nothing. `optimizer` is needed if the settings say that it steps in backward.
+    an operator `STEPPED` that does nothing. `optimizer` is needed if it steps in backward, or moves gradients there.
     With a `rank` the model is its own, and is changed.
     """
     with _dry(model, parts, cost, executor, role, beside=modules_beside(loss), rank=rank, settings=settings) as dry:
@@ -200,12 +201,18 @@ def trace_part(
             return record(dry, run_parts(dry, model, [parts[-1]], loss, settings), repeats=len(parts))
         stepping = None  # held until the end: it holds its states, and without it no gradient is used up
         # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.
-        if settings.step_in_backward and len(parts) == 1 and optimizer is not None:
+        in_parts = len(parts) > 1
+        moves = role is not None and moves_gradients(optimizer)
+        if optimizer is not None and (moves or (settings.step_in_backward and not in_parts)):
             stepping = _built(optimizer, model, settings)
             _give_states(dry, model, stepping, with_gradient, settings)
         else:
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
-        stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if len(parts) > 1 else ())]))
+        stand_in(dry, model, dict.fromkeys([*gradients_before, *(with_gradient if in_parts else ())]))
+        if moves and in_parts and isinstance(stepping, OffloadedAdamW):
+            for name in with_gradient:
+                stepping.take(model.get_parameter(name))
+            dry.begin_again()
         with step_in_backward(_Spending(model, dry), model) if in_backward else nullcontext():
             boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
         del stepping

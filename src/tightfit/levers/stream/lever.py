@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import LeverError
 from tightfit.levers.handle import Applied
@@ -19,6 +20,8 @@ from tightfit.levers.recompute.values import has_plain_storage, present
 from tightfit.levers.stream.ring import Ring
 from tightfit.levers.stream.tiers import in_pages
 from tightfit.memory.allocator import memory_of, scales_of
+from tightfit.optim.host_gradient import HostGradient
+from tightfit.optim.link import is_streamed
 from tightfit.runtime.internals import backward_is_running, innermost_saved_tensor_hooks, is_fake, without_dynamo
 from tightfit.runtime.module_paths import module_at, named_modules, tensors_of
 from tightfit.runtime.nested import tensors_in
@@ -34,6 +37,7 @@ def stream(
     ahead: int = 1,
     tier: str | Path | None = None,
     device: torch.device | str | None = None,
+    trained: bool = False,
 ) -> Applied:
     """Keep the frozen weights of every module whose path matches a glob off the device, except while they are used.
 
@@ -42,6 +46,9 @@ def stream(
     (CPU: one). Copies change no bit. Trained weights of these blocks, such as adapters, stay on the device, and so do
     buffers, and weights that other blocks or other parts of the model share. Between steps a weight is a tensor in host
     memory: `state_dict`, copies and writes see its true numbers.
+
+    With `trained`, trained weights of the blocks go too. Their optimizer must update weights on the host: on CUDA
+    `OffloadedAdamW`, which also moves each gradient there as soon as it is made; on a CPU any.
 
     Args:
         model: The module whose blocks are streamed.
@@ -52,6 +59,7 @@ def stream(
             the system frees it when the process ends. On CUDA None: pinned host memory.
         device: The device on which the blocks run, if they are not there yet; the rest of the model is moved there.
             None: the device of the blocks.
+        trained: Whether trained weights are streamed too.
 
     Returns:
         A handle whose `undo()` brings all weights back and restores the model exactly.
@@ -81,7 +89,7 @@ def stream(
         raise LeverError(f"stream: the blocks are on {where}: stream works on cpu and cuda, so move the model there")
     if where.type == "cuda" and tier is not None:
         raise LeverError("stream: weights of a CUDA device live in host memory: leave tier out")
-    applied = install_streams(model, paths, ahead=ahead, tier=tier, device=where)
+    applied = install_streams(model, paths, ahead=ahead, tier=tier, device=where, trained=trained)
     try:
         settle(model, None if device is None else where)
     except BaseException:  # a full disk, Ctrl-C: the weights come back
@@ -108,6 +116,12 @@ class AppliedStream(Applied):
     def __init__(self, applied: Applied, ring: Ring):
         super().__init__([applied])
         self.ring = ring
+        self._refusing = register_optimizer_step_pre_hook(refuse_update) if ring.trained else None
+
+    def undo(self) -> None:
+        super().undo()
+        if self._refusing is not None:
+            self._refusing.remove()
 
 
 def rings_on(model: nn.Module) -> list[Ring]:
@@ -130,14 +144,15 @@ def install_streams(
     ahead: int = 1,
     tier: str | Path | None = None,
     device: torch.device | None = None,
+    trained: bool = False,
 ) -> AppliedStream:
     """Give the modules at these paths forwards that stream their weights. None is moved before the first use.
 
     `device` None is the device of the blocks.
     """
-    blocks = frozen_weights(model, paths)
+    blocks = streamable_weights(model, paths, trained=trained)
     refuse_trained(model, paths, blocks)
-    ring = Ring(device or device_of(model, paths), ahead, tier)
+    ring = Ring(device or device_of(model, paths), ahead, tier, trained)
     forwards = []
     for number, (path, tensors) in enumerate(zip(paths, blocks, strict=True)):
         ring.add(number, tensors)
@@ -145,15 +160,18 @@ def install_streams(
     return AppliedStream(install(forwards), ring)
 
 
-def streamed_bytes(model: nn.Module, paths: Iterable[str]) -> int:
+def streamed_bytes(model: nn.Module, paths: Iterable[str], *, trained: bool = False) -> int:
     """Bytes on the host, in pinned memory or in a file, of the weights of these blocks: each storage in whole pages."""
-    storages = [tensor.untyped_storage() for block in frozen_weights(model, list(paths)) for tensor in block]
+    blocks = streamable_weights(model, list(paths), trained=trained)
+    storages = [tensor.untyped_storage() for block in blocks for tensor in block]
     return sum({storage._cdata: in_pages(storage.nbytes()) for storage in storages}.values())
 
 
-def frozen_weights(model: nn.Module, paths: Sequence[str]) -> list[list[torch.Tensor]]:
-    """The tensors of each block that are streamed: frozen, and over memory that nothing else in the model has."""
-    found = [_frozen(module_at(model, path)) for path in paths]
+def streamable_weights(model: nn.Module, paths: Sequence[str], *, trained: bool = False) -> list[list[torch.Tensor]]:
+    """The tensors of each block that are streamed: frozen, unless `trained`, and over memory that nothing else in the
+    model has.
+    """
+    found = [_large(module_at(model, path), trained) for path in paths]
     streamed = {id(tensor) for block in found for tensor in block}
     others = [t for _, module in named_modules(model) for held in tensors_of(module) for t in _parts_of(held)]
     taken = {_storage(tensor) for tensor in others if id(tensor) not in streamed and has_plain_storage(tensor)}
@@ -161,9 +179,9 @@ def frozen_weights(model: nn.Module, paths: Sequence[str]) -> list[list[torch.Te
     return [[t for t in block if users[_storage(t)] == 1 and _storage(t) not in taken] for block in found]
 
 
-def _frozen(block: nn.Module) -> list[torch.Tensor]:
-    frozen = [parameter for parameter in block.parameters() if not parameter.requires_grad]
-    parts = {id(part): part for parameter in frozen for part in _parts_of(parameter)}
+def _large(block: nn.Module, trained: bool) -> list[torch.Tensor]:
+    chosen = [parameter for parameter in block.parameters() if trained or not parameter.requires_grad]
+    parts = {id(part): part for parameter in chosen for part in _parts_of(parameter)}
     return [t for t in parts.values() if has_plain_storage(t) and t.untyped_storage().nbytes() >= SMALLEST_BYTES]
 
 
@@ -196,7 +214,20 @@ def refuse_trained(model: nn.Module, paths: Sequence[str], blocks: Sequence[Sequ
         more = f" and {len(trained) - _MOST_NAMED} more" if len(trained) > _MOST_NAMED else ""
         raise LeverError(
             f"stream: all weights of {path} are trained ({', '.join(trained[:_MOST_NAMED])}{more}), and only frozen "
-            "ones can be streamed: train adapters, or freeze the block (requires_grad_(False))"
+            "ones are streamed by themselves: give trained=True, train adapters, or freeze it (requires_grad_(False))"
+        )
+
+
+def refuse_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise `LeverError` for an optimizer that would update streamed weights on a device where they are not."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"] if is_streamed(weight))
+    for weight in weights:
+        gradient = weight.grad
+        if gradient is None or isinstance(gradient, HostGradient) or gradient.device == weight.device:
+            continue
+        raise LeverError(
+            f"stream: {type(optimizer).__name__} updates weights on {gradient.device}, and streamed ones are on the "
+            "host: train them with tightfit.optim.OffloadedAdamW (fraction=1)"
         )
 
 
@@ -247,7 +278,7 @@ class StreamedForward(FrugalForward):
         if self.removed:
             return self.original(*args, **kwargs)
         block = self.ring.blocks.get(self.place)
-        if block is not None and block.is_trained:
+        if block is not None and block.is_trained and not self.ring.trained:
             raise LeverError(
                 f"{self.path} is streamed, and a weight of it that was frozen is trained now: undo() the stream first"
             )
@@ -286,7 +317,7 @@ class StreamedForward(FrugalForward):
         # The copies of one model's blocks share a ring, as the blocks do. A copy of one block has a ring of its own.
         key = id(self.ring)
         if key not in memo:
-            memo[key] = Ring(self.ring.device, self.ring.ahead, self.ring.folder)
+            memo[key] = Ring(self.ring.device, self.ring.ahead, self.ring.folder, self.ring.trained)
         twin = StreamedForward.__new__(StreamedForward)
         memo[id(self)] = twin
         ring = memo[key]

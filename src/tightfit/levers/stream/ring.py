@@ -19,6 +19,7 @@ from tightfit.levers.activity import offload, players
 from tightfit.levers.recompute.values import Geometry, fetch_by
 from tightfit.levers.stream.tiers import FileTier, PinnedTier, Tier
 from tightfit.levers.stream.window import Window
+from tightfit.optim.link import note_streamed
 from tightfit.runtime.internals import counting_alias
 
 
@@ -80,7 +81,7 @@ class Weight:
         if self.storage.resizable():
             self.storage.resize_(0)
             return True
-        # `numpy` has shown it to code that PyTorch does not know. What is saved over it stays right: it is frozen.
+        # `numpy` has shown it to code that PyTorch does not know. What is saved over it stays right within a step.
         self.storage = torch.UntypedStorage(self.nbytes, device=self.storage.device)
         with torch.no_grad(), offload():
             flat = self._flat()
@@ -141,8 +142,8 @@ class Ring:
     On a CPU there is room for one: the blocks ahead are read into the system's file cache.
     """
 
-    def __init__(self, device: torch.device, ahead: int, folder: str | Path | None):
-        self.device, self.ahead, self.folder = device, ahead, folder
+    def __init__(self, device: torch.device, ahead: int, folder: str | Path | None, trained: bool = False):
+        self.device, self.ahead, self.folder, self.trained = device, ahead, folder, trained
         self.blocks: dict[int, Block] = {}
         self.lock = threading.RLock()
         self.window: Window | None = None
@@ -150,7 +151,10 @@ class Ring:
 
     def add(self, number: int, tensors: Iterable[torch.Tensor]) -> None:
         """Add a block. Its weights stay where they are until the ring is first used."""
-        self.blocks[number] = Block(self, number, tensors)
+        block = self.blocks[number] = Block(self, number, tensors)
+        if self.trained:
+            for tensor in block.tensors:
+                note_streamed(tensor, True)
 
     def room(self, *, on_cuda: bool) -> int:
         return self.ahead + 1 if on_cuda else 1
@@ -278,6 +282,8 @@ class Ring:
         """Have a block's weights on the device for good."""
         with self.lock:
             block = self.blocks.get(number)
+            for tensor in block.tensors if block is not None else ():
+                note_streamed(tensor, False)
             if block is None or self.window is None:
                 self.blocks.pop(number, None)
                 return
@@ -296,9 +302,10 @@ class Ring:
 
     def __getstate__(self) -> dict[str, Any]:
         tensors = {number: block.tensors for number, block in self.blocks.items()}
-        return {"device": self.device, "ahead": self.ahead, "folder": self.folder, "tensors": tensors}
+        settings = {"device": self.device, "ahead": self.ahead, "folder": self.folder, "trained": self.trained}
+        return {**settings, "tensors": tensors}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["device"], state["ahead"], state["folder"])
+        self.__init__(state["device"], state["ahead"], state["folder"], state["trained"])
         for number, tensors in state["tensors"].items():
             self.add(number, tensors)

@@ -53,7 +53,7 @@ class PlainStep:
 
     `blocks` are the paths of the repeated blocks. `trace` is the dry run of the whole step. `micro_batches` is the
     caller's own gradient accumulation. `size` is the number of sequences in the batch. `separation` says whether these
-    can be computed apart.
+    can be computed apart. `updates_on_host`: the optimizer updates all weights where the host has them.
     """
 
     model: "nn.Module"
@@ -63,6 +63,7 @@ class PlainStep:
     micro_batches: int
     size: int
     separation: "Callable[[], Separation]"
+    updates_on_host: bool = False
 
 
 class Separation(NamedTuple):

@@ -1,4 +1,4 @@
-"""The lever `stream`: frozen weights of blocks live on the host, and are on the device while their block runs."""
+"""The lever `stream`: weights of blocks live on the host, and are on the device while their block runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 class Stream(Lever):
     """The blocks at `paths` are streamed, `ahead` of them on their way while one runs.
 
-    `bytes` of weights are in host memory, or in a file on a CPU.
+    `bytes` of weights are in host memory, or in a file on a CPU. `trained`: those that are trained too, which the
+    optimizer updates there.
     """
 
     paths: tuple[str, ...]
     ahead: int
     bytes: int
+    trained: bool = False
 
     name = "stream"
     title = "stream"
-    summary = "frozen weights of blocks live in pinned host memory (CUDA) or a file (CPU), and come while they are used"
+    summary = "weights of blocks live in pinned host memory (CUDA) or a file (CPU), and come while they are used"
     exactness = Exactness.EXACT
     role = Role.WEIGHTS
     on_request = True
@@ -38,22 +40,26 @@ class Stream(Lever):
     @classmethod
     def settings(cls, step: PlainStep) -> Sequence[Self]:
         """From one block to all, spread evenly: then a copy has the time of several blocks."""
-        from tightfit.levers.stream import frozen_weights
+        from tightfit.levers.stream import streamable_weights
 
-        frozen = frozen_weights(step.model, step.blocks) if step.blocks else []
-        paths = [path for path, weights in zip(step.blocks, frozen, strict=True) if weights]
-        return [cls.of(step.model, spread(paths, count)) for count in range(1, len(paths) + 1)]
+        trained = step.updates_on_host
+        found = streamable_weights(step.model, step.blocks, trained=trained) if step.blocks else []
+        paths = [path for path, weights in zip(step.blocks, found, strict=True) if weights]
+        trained = trained and any(weight.requires_grad for weights in found for weight in weights)
+        return [cls.of(step.model, spread(paths, count), trained=trained) for count in range(1, len(paths) + 1)]
 
     @classmethod
-    def of(cls, model: "nn.Module", paths: Sequence[str], ahead: int = 1) -> Self:
+    def of(cls, model: "nn.Module", paths: Sequence[str], ahead: int = 1, *, trained: bool = False) -> Self:
         """The setting for these blocks of a model."""
         from tightfit.levers.stream import streamed_bytes
 
-        return cls(tuple(paths), ahead, streamed_bytes(model, paths))
+        return cls(tuple(paths), ahead, streamed_bytes(model, paths, trained=trained), trained)
 
     @classmethod
     def why_not(cls, step: PlainStep) -> str | None:
-        return None if cls.settings(step) else "no block has frozen weights of its own: train adapters"
+        if cls.settings(step):
+            return None
+        return "no block has frozen weights of its own: train adapters, or update on the host (offloaded_adamw)"
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:
@@ -70,29 +76,33 @@ class Stream(Lever):
         """Nothing is moved before the first forward, or before `settle` of `levers/stream`."""
         from tightfit.levers.stream import install_streams
 
-        return install_streams(model, self.paths, ahead=self.ahead)
+        return install_streams(model, self.paths, ahead=self.ahead, trained=self.trained)
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         return (
-            f"{len(self.paths)} of {len(choices)} blocks stream {format_bytes(self.bytes)} of frozen weights from the "
-            "host."
+            f"{len(self.paths)} of {len(choices)} blocks stream {format_bytes(self.bytes)} of "
+            f"{'weights' if self.trained else 'frozen weights'} from the host."
         )
 
     @classmethod
     def offers(cls, step: PlainStep) -> Sequence[Offer]:
-        """All blocks that have frozen weights."""
+        """All blocks whose weights may leave."""
         from tightfit.runtime.module_paths import globs_of
 
         found = cls.settings(step)[-1:]
         python = [
-            "; ".join(f'tightfit.stream(model, "{glob}")' for glob in globs_of(setting.paths)) for setting in found
+            "; ".join(
+                f'tightfit.stream(model, "{glob}"{", trained=True" if setting.trained else ""})'
+                for glob in globs_of(setting.paths)
+            )
+            for setting in found
         ]
         yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
         return [Offer(str(setting), line, yaml, lever=setting) for setting, line in zip(found, python, strict=True)]
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        return cls(tuple(raw["paths"]), raw["ahead"], raw["bytes"])
+        return cls(tuple(raw["paths"]), raw["ahead"], raw["bytes"], raw.get("trained", False))
 
     def __str__(self) -> str:
         return f"{len(self.paths)} blocks streamed" if len(self.paths) != 1 else "1 block streamed"

@@ -1,4 +1,4 @@
-"""Streams frozen weights of blocks, where a plan may: as many blocks as the budget requires, or as is fastest."""
+"""Streams weights of blocks, where a plan may: as many blocks as the budget requires, or as is fastest."""
 
 import math
 from collections.abc import Sequence
@@ -71,4 +71,5 @@ def fewest(search: Search, base: Combination, settings: Sequence[Stream]) -> int
     baseline = search.baseline(base.with_lever(settings[-1]))
     least = baseline.peak_bytes if baseline.priced is None else least_peak(baseline.priced.chain).peak_bytes
     room = search.budget_bytes - UNSEEN_BYTES - least
-    return next(count for count, each in enumerate(settings, start=1) if settings[-1].bytes - each.bytes <= room)
+    back = (count for count, each in enumerate(settings, start=1) if settings[-1].bytes - each.bytes <= room)
+    return next(back, len(settings))  # a trace as applied may fit where the sum does not
