@@ -78,6 +78,7 @@ def test_a_model_that_goes_to_the_card_after_stream_is_refused():
             loss(model, x.cuda())
 
 
+@pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trained_weights_are_bit_equal_over_several_steps(dtype, ahead):

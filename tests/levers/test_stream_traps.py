@@ -54,6 +54,7 @@ def test_stream_leaves_everything_bit_equal(name, way):
     assert_bit_equal(plain_step(name), step(name, STREAMS[way]))
 
 
+@pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", CASES)
 def test_streamed_trained_weights_leave_everything_bit_equal(name):

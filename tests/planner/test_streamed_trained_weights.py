@@ -43,7 +43,7 @@ def trained(kind, dtype, *, stream, steps=4, parts=2, clip=0.5, **how):
     return [each.detach() for each in losses], weights, state
 
 
-@pytest.mark.keeps("streamed-bits")
+@pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_are_bit_equal(kind, dtype):
@@ -52,7 +52,7 @@ def test_steps_are_bit_equal(kind, dtype):
         torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
-@pytest.mark.keeps("streamed-bits")
+@pytest.mark.keeps("streamed-trained-bits")
 def test_everything_of_a_step_is_bit_equal():
     def levers(model):
         return tightfit.stream(model, "layers.*", trained=True)
