@@ -18,7 +18,20 @@ ASKED = ("--model", "cpu26", "--seq-len", "256", "--batch-size", "16")
 QUESTIONS = {
     "estimate": ("estimate", *ASKED, "--device", "rtx4090", "--json"),
     "plan": ("plan", *ASKED, "--device", "rtx4090", "--budget", "0.7x", "--levers", "exact", "--json"),
-    "fit": ("fit", "--model", "cpu26", "--seq-len", "64", "--device", "rtx4090", "--json"),
+    "fit": (
+        "fit",
+        "--model",
+        "cpu26",
+        "--seq-len",
+        "64",
+        "--device",
+        "rtx4090",
+        "--optimizer",
+        "sgd",
+        "--dtype",
+        "fp32",
+        "--json",
+    ),
 }
 
 

@@ -53,7 +53,10 @@ def test_every_key_of_the_configuration_is_there(now):
 
 @pytest.mark.parametrize("command", RECORDED["json"])
 def test_every_field_of_an_answer_is_there(now, command):
-    assert not set(RECORDED["json"][command]) - set(now["json"][command])
+    missing = set(RECORDED["json"][command]) - set(now["json"][command])
+    assert not {
+        field for field in missing if field.removesuffix("[]") not in now["json"][command]
+    }  # a list may be empty
 
 
 def test_a_plan_of_an_earlier_version_loads():

@@ -104,7 +104,7 @@ def test_a_folder_without_a_model_or_with_another_ones_weights_is_refused_by_pat
     with pytest.raises(ModelError, match=r"config\.json: num_layers"):
         load_model(tmp_path)
     config.write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json: not valid JSON"):
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read: not valid JSON"):
         load_model(tmp_path)
 
 
