@@ -51,6 +51,7 @@ def _stream(search: Search, base: Combination, settings: Sequence[Stream]) -> No
 
     high = len(settings)
     if seconds(high) == math.inf:
+        _least(search, base.with_lever(settings[-1]))
         return
     low = fewest(search, base, settings)
     while seconds(low) == math.inf:  # of so few, the ones that are on the device together take as much
@@ -64,6 +65,14 @@ def _stream(search: Search, base: Combination, settings: Sequence[Stream]) -> No
             low = middle
         else:
             high = middle
+
+
+def _least(search: Search, combination: Combination) -> None:
+    """Try every block at its least. Weights that come and go disturb the prices of what a block keeps."""
+    kinds = search.of_role(Role.INSIDE_BLOCKS)
+    if kinds:
+        policy = kinds[-1].frugal_policy(search.request.levers)
+        search.consider(search.trace_applied(combination, dict.fromkeys(search.paths, policy)), str(combination))
 
 
 def fewest(search: Search, base: Combination, settings: Sequence[Stream]) -> int:
