@@ -47,6 +47,7 @@ def found():
 
 
 @pytest.mark.keeps("recipe-tightfit-fit-says")
+@pytest.mark.slow  # 20 s: the levers of a whole table are searched
 def test_no_levers_are_searched_for_a_recipe_whose_weights_alone_exceed_the_budget(monkeypatch):
     searched = []
 
