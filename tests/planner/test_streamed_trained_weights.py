@@ -1,16 +1,19 @@
 """Trained weights that are streamed: bit-equal, as large as predicted, and refused where nothing updates them there."""
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import tightfit
 from exactness import assert_bit_equal, run
 from tightfit.errors import CannotFit
 from tightfit.memory.allocator import measured_peak
 from tightfit.optim import OffloadedAdamW
+from tightfit.optim.link import is_streamed
 from tightfit.planner.levers import Stream
 from tightfit.training.measure import resident_tensors
 from trained_blocks import BLOCKS, built, loss, of_batch
@@ -80,6 +83,21 @@ def test_weights_that_are_written_and_loaded_between_steps_are_those_that_train_
         streamed = loss(model, x)
     torch.manual_seed(1)
     assert torch.equal(streamed, loss(other, x))
+
+
+def test_nothing_stays_in_pytorch_when_the_levers_are_gone():
+    model, x = built()
+    gc.collect()  # earlier ones
+    before = len(_global_optimizer_pre_hooks)
+    handle = tightfit.stream(model, "layers.*", trained=True)
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    loss(model, x).backward()
+    handle.remove()
+    tightfit.plan(model, {"x": x}, "1GiB", loss=of_batch, device="cpu", levers=["exact", "stream"])
+    del handle
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before
+    assert not any(is_streamed(weight) for weight in model.parameters())
 
 
 @pytest.mark.keeps("streamed-peak")

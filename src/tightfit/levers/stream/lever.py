@@ -1,6 +1,7 @@
 """The lever stream, applied by hand: `stream(model, "layers.*")`."""
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -116,12 +117,6 @@ class AppliedStream(Applied):
     def __init__(self, applied: Applied, ring: Ring):
         super().__init__([applied])
         self.ring = ring
-        self._refusing = register_optimizer_step_pre_hook(refuse_update) if ring.trained else None
-
-    def undo(self) -> None:
-        super().undo()
-        if self._refusing is not None:
-            self._refusing.remove()
 
 
 def rings_on(model: nn.Module) -> list[Ring]:
@@ -153,6 +148,8 @@ def install_streams(
     blocks = streamable_weights(model, paths, trained=trained)
     refuse_trained(model, paths, blocks)
     ring = Ring(device or device_of(model, paths), ahead, tier, trained)
+    if trained:
+        weakref.finalize(ring, register_optimizer_step_pre_hook(refuse_update).remove)
     forwards = []
     for number, (path, tensors) in enumerate(zip(paths, blocks, strict=True)):
         ring.add(number, tensors)
