@@ -114,6 +114,7 @@ def test_recipes_say_their_host_peak_and_keep_to_a_budget():
 
 
 @pytest.mark.keeps("host-peak-is-predicted")
+@pytest.mark.sampled(1)  # each is a training in a process of its own
 @pytest.mark.parametrize("case", [{}, {"optimizer": "sgd", "micro_batches": 2}, {"budget": "0.7x"}], ids=str)
 def test_a_training_takes_what_was_predicted(case, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

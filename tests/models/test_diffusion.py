@@ -69,7 +69,7 @@ def test_the_predicted_peak_of_the_scripts_step_is_the_allocators(name, lora):
     assert measured - 1024 <= found.peak_bytes <= measured + 1024 + tables(loss)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "lora"), CASES)
 def test_a_plan_of_it_changes_no_bit_and_keeps_its_budget(name, lora):
     model, batch, loss = made(name, lora=lora)

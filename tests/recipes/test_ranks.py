@@ -119,6 +119,7 @@ def test_adapters_are_tried_on_several_cards_where_the_model_can_have_them():
         fit(tiny(), BATCH, device=even(), adapter=AdapterConfig(), world_size=2)
 
 
+@pytest.mark.slow  # 15 s: plans of all ranks
 @pytest.mark.keeps("fit-rows-adapters-several")
 def test_a_row_of_adapters_is_a_plan_for_all_ranks_of_what_is_trained(tmp_path):
     folder = str(saved_llama(tmp_path))
