@@ -58,7 +58,7 @@ def test_the_plain_step_is_repeatable(name):
     assert_bit_equal(plain_step(name), step(name))
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("name", ON_CARDS)
 def test_recompute_leaves_everything_bit_equal(name, lever):
@@ -79,7 +79,7 @@ def test_recompute_by_hand_leaves_everything_bit_equal(name):
     assert_bit_equal(plain_step(name), step(name, lambda m: tightfit.recompute(m, "layers.*")))
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ON_CARDS)
 def test_offload_leaves_everything_bit_equal(name, way):

@@ -35,7 +35,7 @@ def step(name, levers=None):
         return run(*on_card(build(name)), case.loss, backward=case.backward, levers=levers)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("way", STREAMS)
 @pytest.mark.parametrize("name", ON_CARDS)
 def test_stream_leaves_everything_bit_equal(name, way, monkeypatch):

@@ -45,7 +45,7 @@ def plain_step(name):
     return step(name)
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("way", STREAMS)
 @pytest.mark.parametrize("name", CASES)
 def test_stream_leaves_everything_bit_equal(name, way):
