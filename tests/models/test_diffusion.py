@@ -16,7 +16,7 @@ from tightfit.runtime.nested import tensors_in
 from tightfit.training.config import AdapterConfig, PretrainedModel
 from tiny import allocator_peak
 
-diffusers = pytest.importorskip("diffusers")
+diffusers = pytest.importorskip("diffusers", reason="the extra diffusion is not installed")
 
 UNET = {
     "_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [32, 64], "layers_per_block": 1,

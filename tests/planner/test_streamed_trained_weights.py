@@ -92,6 +92,9 @@ def test_nothing_stays_in_pytorch_when_the_levers_are_gone():
     handle = tightfit.stream(model, "layers.*", trained=True)
     assert len(_global_optimizer_pre_hooks) == before + 1
     loss(model, x).backward()
+    twin = copy.deepcopy(model)
+    assert len(_global_optimizer_pre_hooks) == before + 2, "an optimizer of the copy is refused like the other"
+    del twin
     handle.remove()
     tightfit.plan(model, {"x": x}, "1GiB", loss=of_batch, device="cpu", levers=["exact", "stream"])
     del handle

@@ -7,7 +7,7 @@ import transformers
 import tightfit
 from tiny import allocator_peak
 
-pytest.importorskip("scipy")  # whose assignment the losses of detectors use
+pytest.importorskip("scipy", reason="not installed")  # whose assignment the losses of detectors use
 
 BACKBONE = {"embedding_size": 16, "layer_type": "basic"}
 SMALL = {"num_labels": 5, "num_queries": 10, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2}

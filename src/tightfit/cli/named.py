@@ -24,7 +24,8 @@ config.json, and a test builds each one dry and counts its parameters. "Stored" 
 ViT gets a batch of images with classes. Whisper gets 30 seconds of speech with the tokens of what is said (`--seq-len`,
 else as many as it takes). Gemma 3 from 4b on reads images too; its batch is text. Diffusion models (`sd1.5` to
 `flux.1-dev`, extra `diffusion`) get latents of images of `--image` pixels, what text encoders make of `--seq-len`
-tokens, and the loss of diffusers' training scripts.
+tokens, and the loss of diffusers' training scripts; their fields and counts have not been compared with the
+repositories.
 
 | name | also | repository | parameters | stored |
 |---|---|---|---:|---|

@@ -146,9 +146,8 @@ def _nonzero(source: torch.Tensor) -> torch.Tensor:
     # The number of nonzero entries of an unknown tensor is unknown. Assume all of them, the worst case.
     if simulation.of_cuda:
         return torch.empty((source.numel(), source.dim()), dtype=torch.int64, device="meta")
-    return torch.empty(
-        (source.dim(), source.numel()), dtype=torch.int64, device="meta"
-    ).t()  # TensorAdvancedIndexing.cpp
+    by_dimension = torch.empty((source.dim(), source.numel()), dtype=torch.int64, device="meta")
+    return by_dimension.t()  # native/TensorAdvancedIndexing.cpp
 
 
 def _masked_select(source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

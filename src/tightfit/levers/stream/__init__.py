@@ -1,4 +1,4 @@
-"""Stream: frozen weights live in host memory or in a file, and are on the device while their block needs them."""
+"""Stream: weights of blocks live in host memory or in a file, and are on the device while their block runs."""
 
 from tightfit.levers.stream.lever import install_streams, rings_on, settle, stream, streamable_weights, streamed_bytes
 

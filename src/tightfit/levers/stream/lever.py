@@ -1,7 +1,6 @@
 """The lever stream, applied by hand: `stream(model, "layers.*")`."""
 
 import copy
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import LeverError
 from tightfit.levers.handle import Applied
@@ -21,8 +19,6 @@ from tightfit.levers.recompute.values import has_plain_storage, present
 from tightfit.levers.stream.ring import Ring
 from tightfit.levers.stream.tiers import in_pages
 from tightfit.memory.allocator import memory_of, scales_of
-from tightfit.optim.host_gradient import HostGradient
-from tightfit.optim.link import is_streamed
 from tightfit.runtime.internals import backward_is_running, innermost_saved_tensor_hooks, is_fake, without_dynamo
 from tightfit.runtime.module_paths import module_at, named_modules, tensors_of
 from tightfit.runtime.nested import tensors_in
@@ -148,8 +144,6 @@ def install_streams(
     blocks = streamable_weights(model, paths, trained=trained)
     refuse_trained(model, paths, blocks)
     ring = Ring(device or device_of(model, paths), ahead, tier, trained)
-    if trained:
-        weakref.finalize(ring, register_optimizer_step_pre_hook(refuse_update).remove)
     forwards = []
     for number, (path, tensors) in enumerate(zip(paths, blocks, strict=True)):
         ring.add(number, tensors)
@@ -212,19 +206,6 @@ def refuse_trained(model: nn.Module, paths: Sequence[str], blocks: Sequence[Sequ
         raise LeverError(
             f"stream: all weights of {path} are trained ({', '.join(trained[:_MOST_NAMED])}{more}), and only frozen "
             "ones are streamed by themselves: give trained=True, train adapters, or freeze it (requires_grad_(False))"
-        )
-
-
-def refuse_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raise `LeverError` for an optimizer that would update streamed weights on a device where they are not."""
-    weights = (weight for group in optimizer.param_groups for weight in group["params"] if is_streamed(weight))
-    for weight in weights:
-        gradient = weight.grad
-        if gradient is None or isinstance(gradient, HostGradient) or gradient.device == weight.device:
-            continue
-        raise LeverError(
-            f"stream: {type(optimizer).__name__} updates weights on {gradient.device}, and streamed ones are on the "
-            "host: train them with tightfit.optim.OffloadedAdamW (fraction=1)"
         )
 
 

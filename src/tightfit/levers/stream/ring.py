@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tightfit.errors import LeverError
 from tightfit.levers.activity import offload, players
 from tightfit.levers.recompute.values import Geometry, fetch_by
 from tightfit.levers.stream.tiers import FileTier, PinnedTier, Tier
 from tightfit.levers.stream.window import Window
-from tightfit.optim.link import note_streamed
+from tightfit.optim.host_gradient import HostGradient
+from tightfit.optim.link import is_streamed, note_streamed
 from tightfit.runtime.internals import counting_alias
 
 
@@ -37,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Weight:
-    """Mutable: one storage of frozen weights. `kept` is its bytes on the host, `storage` its memory on the device."""
+    """Mutable: one storage of weights. `kept` is its bytes on the host, `storage` its memory on the device."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], tier: Tier, device: torch.device):
         content = tensors[0].untyped_storage()
@@ -148,6 +151,8 @@ class Ring:
         self.lock = threading.RLock()
         self.window: Window | None = None
         self._tier: Tier | None = None
+        if trained:
+            weakref.finalize(self, register_optimizer_step_pre_hook(refuse_update).remove)
 
     def add(self, number: int, tensors: Iterable[torch.Tensor]) -> None:
         """Add a block. Its weights stay where they are until the ring is first used."""
@@ -309,3 +314,16 @@ class Ring:
         self.__init__(state["device"], state["ahead"], state["folder"], state["trained"])
         for number, tensors in state["tensors"].items():
             self.add(number, tensors)
+
+
+def refuse_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise `LeverError` for an optimizer that would update streamed weights on a device where they are not."""
+    weights = (weight for group in optimizer.param_groups for weight in group["params"] if is_streamed(weight))
+    for weight in weights:
+        gradient = weight.grad
+        if gradient is None or isinstance(gradient, HostGradient) or gradient.device == weight.device:
+            continue
+        raise LeverError(
+            f"stream: {type(optimizer).__name__} updates weights on {gradient.device}, and streamed ones are on the "
+            "host: train them with tightfit.optim.OffloadedAdamW (fraction=1)"
+        )
