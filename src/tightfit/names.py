@@ -128,8 +128,8 @@ class OptimizerName(NamedTuple):
 
     @property
     def facts(self) -> OptimizerFacts:
-        """What is known of it. A class of somebody else is taken for one that needs whole matrices and all gradients,
-        and its states, which a dry run counts, for none.
+        """The facts about this optimizer. A class of somebody else is assumed to need whole matrices and all gradients,
+        and to have no states: a dry run counts those.
         """
         if self.kind in OPTIMIZERS:
             return OPTIMIZERS[self.kind]
@@ -166,7 +166,7 @@ def optimizer_in_words(name: str, step_in_backward: bool) -> str:
 
 
 def facts_of(text: str) -> OptimizerFacts:
-    """What is known of the optimizer of this name. Raises `ValueError` with one clear line."""
+    """The facts about the optimizer of this name. Raises `ValueError` with one clear line."""
     return parse_optimizer(text).facts
 
 

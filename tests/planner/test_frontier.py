@@ -10,25 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.planner.blocks.frontier import Operation, frontier, replay_cost
+from tightfit.planner.blocks.frontier import BlockOperator, frontier, replay_cost
 
 NANOSECOND = 1e-9
 EVERYTHING = 10_000  # more sets than any frontier here has
 
 
 @st.composite
-def small_blocks(draw) -> list[Operation]:
+def small_blocks(draw) -> list[BlockOperator]:
     sizes = st.integers(0, 6) if draw(st.booleans()) else st.integers(0, 10**12)
     operations = []
     for place in range(draw(st.integers(0, 10))):
         inputs = draw(st.sets(st.integers(0, place - 1), max_size=3)) if place else set()
         seconds = draw(st.integers(0, 6) | st.integers(0, 10**7)) * NANOSECOND
         pinned = draw(st.integers(0, 5)) == 0
-        operations.append(Operation(seconds, draw(sizes), draw(st.booleans()), tuple(sorted(inputs)), pinned))
+        operations.append(BlockOperator(seconds, draw(sizes), draw(st.booleans()), tuple(sorted(inputs)), pinned))
     return operations
 
 
-def every_keep_set(operations: list[Operation]) -> set[tuple[int, int]]:
+def every_keep_set(operations: list[BlockOperator]) -> set[tuple[int, int]]:
     """(bytes, nanoseconds) of all keep sets: needs spread from replayed operations to their inputs, step by step."""
     count = len(operations)
     kept = (np.arange(2**count)[:, None] >> np.arange(count) & 1).astype(bool)
@@ -96,20 +96,28 @@ def test_stated_cost_is_that_of_the_kept_outputs(operations):
 
 
 def test_first_set_keeps_what_autograd_saves_and_replays_nothing():
-    operations = [Operation(1.0, 10, True, ()), Operation(1.0, 7, False, (0,)), Operation(1.0, 20, True, (1,))]
+    operations = [
+        BlockOperator(1.0, 10, True, ()),
+        BlockOperator(1.0, 7, False, (0,)),
+        BlockOperator(1.0, 20, True, (1,)),
+    ]
     first = frontier(operations)[0]
     assert (first.kept, first.kept_bytes, first.replay_seconds) == (frozenset({0, 2}), 30, 0.0)
 
 
 def test_last_set_replays_everything_that_backward_needs_and_nothing_else():
-    needed, unneeded = Operation(1.0, 10, True, ()), Operation(5.0, 10, False, (0,))
+    needed, unneeded = BlockOperator(1.0, 10, True, ()), BlockOperator(5.0, 10, False, (0,))
     last = frontier([needed, unneeded])[-1]
     assert (last.kept, last.kept_bytes, last.replay_seconds) == (frozenset(), 0, 1.0)
 
 
 def test_an_input_that_is_not_saved_is_kept_where_it_is_the_cheaper_road():
     """A small product feeds a large activation: keeping the small one replaces the large one at little time."""
-    operations = [Operation(100.0, 4, False, ()), Operation(1.0, 16, True, (0,)), Operation(1.0, 16, True, (0,))]
+    operations = [
+        BlockOperator(100.0, 4, False, ()),
+        BlockOperator(1.0, 16, True, (0,)),
+        BlockOperator(1.0, 16, True, (0,)),
+    ]
     assert [(sorted(s.kept), s.kept_bytes, s.replay_seconds) for s in frontier(operations, limit=3)] == [
         ([1, 2], 32, 0.0),
         ([0], 4, 2.0),
@@ -118,29 +126,33 @@ def test_an_input_that_is_not_saved_is_kept_where_it_is_the_cheaper_road():
 
 
 def test_an_operation_replayed_for_two_readers_is_paid_once():
-    operations = [Operation(3.0, 8, False, ()), Operation(1.0, 8, True, (0,)), Operation(1.0, 8, True, (0,))]
+    operations = [
+        BlockOperator(3.0, 8, False, ()),
+        BlockOperator(1.0, 8, True, (0,)),
+        BlockOperator(1.0, 8, True, (0,)),
+    ]
     assert replay_cost(operations, frozenset()) == (0, 5.0, (0, 1, 2))
 
 
 def test_kept_output_that_nothing_reads_costs_nothing():
-    operations = [Operation(1.0, 8, False, ()), Operation(1.0, 8, True, (0,))]
+    operations = [BlockOperator(1.0, 8, False, ()), BlockOperator(1.0, 8, True, (0,))]
     assert replay_cost(operations, frozenset({0, 1})) == (8, 0.0, ())
 
 
 def test_pinned_operation_is_never_replayed():
-    operations = [Operation(1.0, 8, False, (), pinned=True), Operation(1.0, 16, True, (0,))]
+    operations = [BlockOperator(1.0, 8, False, (), pinned=True), BlockOperator(1.0, 16, True, (0,))]
     last = frontier(operations)[-1]
     assert (last.kept, last.kept_bytes) == (frozenset({0}), 8)
     assert replay_cost(operations, frozenset()) == (8, 1.0, (1,))
 
 
 def test_output_that_exists_anyway_is_kept_rather_than_replayed():
-    operations = [Operation(1.0, 0, True, ()), Operation(1.0, 8, True, (0,))]
+    operations = [BlockOperator(1.0, 0, True, ()), BlockOperator(1.0, 8, True, (0,))]
     assert [s.replay_seconds for s in frontier(operations)] == [0.0, 1.0]
 
 
 def test_gap_between_corners_is_filled_where_seconds_are_proportional_to_bytes():
-    operations = [Operation(float(size), size, True, ()) for size in (3, 5, 2, 7, 4, 6)]
+    operations = [BlockOperator(float(size), size, True, ()) for size in (3, 5, 2, 7, 4, 6)]
     sets = frontier(operations, limit=6)
     assert len(sets) == 6
     assert all(s.kept_bytes + s.replay_seconds == 27 for s in sets)
@@ -148,13 +160,13 @@ def test_gap_between_corners_is_filled_where_seconds_are_proportional_to_bytes()
 
 
 def test_a_block_that_saves_nothing_has_one_set():
-    assert [cost(s) for s in frontier([Operation(1.0, 8, False, ())])] == [(0, 0)]
+    assert [cost(s) for s in frontier([BlockOperator(1.0, 8, False, ())])] == [(0, 0)]
     assert [cost(s) for s in frontier([])] == [(0, 0)]
 
 
-def random_block(rng: random.Random, count: int) -> list[Operation]:
+def random_block(rng: random.Random, count: int) -> list[BlockOperator]:
     return [
-        Operation(
+        BlockOperator(
             seconds=rng.randint(1, 5000) * 1e-6,
             bytes=rng.randint(0, 10**8),
             saved=rng.random() < 0.5,
@@ -164,7 +176,7 @@ def random_block(rng: random.Random, count: int) -> list[Operation]:
     ]
 
 
-def least_cost_by_linear_programme(operations: list[Operation], bytes_per_second: float) -> float:
+def least_cost_by_linear_programme(operations: list[BlockOperator], bytes_per_second: float) -> float:
     """Least bytes_per_second * seconds + bytes, in GB: variables are available (column 2i) and replayed (2i + 1)."""
     model = highspy.Highs()
     model.silent()

@@ -39,7 +39,7 @@ def check_inference(question: Question, is_inference: bool, new_tokens: int | No
 def inferred(question: Question, new_tokens: int | None) -> "GenerationRecord":
     """The estimate of the generation that a question is about."""
     from tightfit.cli.subject import subject_of
-    from tightfit.planner.any_code.generation import estimate_generation
+    from tightfit.models.generation_estimate import estimate_generation
 
     subject = subject_of(question, dry=True, inference=True)
     ids = _prompt(subject)[: question.batch_size or SIZE]

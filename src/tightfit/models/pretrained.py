@@ -41,18 +41,18 @@ def build_pretrained(
     With `any_task` also a model that reads images or speech (`TASKS`). Raises `ModelError` where there is no such
     model, where it is no language model, or a package is missing.
     """
-    place = find(config.path)
-    if config.gguf_file is None and not config.random_init and not place.has_weights:
-        named = "" if place.published is None else f", or name the repository {place.published.source}"
+    source = find(config.path)
+    if config.gguf_file is None and not config.random_init and not source.has_weights:
+        named = "" if source.published is None else f", or name the repository {source.published.source}"
         raise ModelError(
             f"model.path {config.path!r} is a config without weights: set model.random_init to true{named}"
         )
     transformers = transformers_package()
     with _one_line(config.path):
         if config.random_init:
-            model = _new(transformers, place, config, dtype, any_task)
+            model = _new(transformers, source, config, dtype, any_task)
         else:
-            model = _loaded(transformers, place, config, dtype, any_task)
+            model = _loaded(transformers, source, config, dtype, any_task)
     if not is_denoiser(model):
         # A cache of keys and values is of no use in training, and recomputing a block would append to it twice.
         model.config.use_cache = False
@@ -65,8 +65,8 @@ def build_described(name: str, fields: Mapping[str, Any]) -> nn.Module:
     """
     transformers = transformers_package()
     with _one_line(name):
-        place = Place(name, Published(source=name, parameters=0, config=dict(fields)), has_weights=False)
-        model = _new(transformers, place, PretrainedModel(path=name), torch.float32, any_task=False)
+        source = ModelSource(name, Published(source=name, parameters=0, config=dict(fields)), has_weights=False)
+        model = _new(transformers, source, PretrainedModel(path=name), torch.float32, any_task=False)
     model.config.use_cache = False
     return model
 
@@ -89,7 +89,7 @@ def _one_line(path: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelSource:
     """Where a model's configuration comes from: a path, a repository of the hub, or the table of published ones."""
 
     name: str
@@ -114,17 +114,17 @@ class Place:
         return load(self.name, **options)
 
 
-def find(path: str) -> Place:
-    """The place that `model.path` names. Raises `ModelError` where it can be none."""
+def find(path: str) -> ModelSource:
+    """The source that `model.path` names. Raises `ModelError` where it can be none."""
     if Path(path).exists():
-        return Place(path, has_weights=Path(path).is_dir())
+        return ModelSource(path, has_weights=Path(path).is_dir())
     known = find_published(path)
     if known is not None and is_source(path, known):
-        return Place(known.source, known, is_local=False)
+        return ModelSource(known.source, known, is_local=False)
     if known is not None and "/" not in path:
-        return Place(path, known, has_weights=False)
+        return ModelSource(path, known, has_weights=False)
     if path.count("/") == 1 and all(path.split("/")) and not path.startswith((".", "~")):
-        return Place(path, is_local=False)
+        return ModelSource(path, is_local=False)
     near = difflib.get_close_matches(path.lower(), published(), n=1)
     hint = f"did you mean {near[0]}?" if near else "give a local Hugging Face folder"
     raise ModelError(f"model.path {path!r}: no such file or folder: {hint}")
@@ -148,16 +148,16 @@ def demand_hub(name: str) -> None:
         ) from error
 
 
-def stored_dtype(place: Place) -> torch.dtype | None:
+def stored_dtype(source: ModelSource) -> torch.dtype | None:
     """The dtype of a checkpoint's weights, as its configuration says or else its first weights show; None where neither
     does. Raises `ModelError`.
     """
-    if place.published is not None:
-        return torch.bfloat16 if place.published.dtype == "bf16" else torch.float32
-    stated = _configuration(place).dtype
-    if stated is not None or not Path(place.name).is_dir():
+    if source.published is not None:
+        return torch.bfloat16 if source.published.dtype == "bf16" else torch.float32
+    stated = _configuration(source).dtype
+    if stated is not None or not Path(source.name).is_dir():
         return stated
-    for path in sorted(path for path in Path(place.name).glob("*.safetensors") if path.name != MASKS):
+    for path in sorted(path for path in Path(source.name).glob("*.safetensors") if path.name != MASKS):
         with safe_open(path, framework="pt") as weights:
             kinds = [weights.get_slice(name).get_dtype() for name in weights.keys()]  # noqa: SIM118 - not a mapping
         return torch.bfloat16 if kinds and set(kinds) <= {"BF16"} else torch.float32
@@ -169,31 +169,34 @@ def transformers_config(path: str) -> Any:
     return _configuration(find(path))
 
 
-def _configuration(place: Place) -> Any:
+def _configuration(source: ModelSource) -> Any:
     try:
-        return place.config(transformers_package())
+        return source.config(transformers_package())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path {place.name!r} is not a language model: {_line(error)}") from error
+        raise ModelError(f"model.path {source.name!r} is not a language model: {_line(error)}") from error
 
 
-def _new(transformers: Any, place: Place, section: PretrainedModel, dtype: torch.dtype, any_task: bool) -> Any:
-    if place.published is not None and place.published.is_denoiser:
+def _new(transformers: Any, source: ModelSource, section: PretrainedModel, dtype: torch.dtype, any_task: bool) -> Any:
+    if source.published is not None and source.published.is_denoiser:
         if not any_task:
-            raise ValueError(f"it is a {place.published.config[CLASS]}, which your own loop trains under tightfit.plan")
-        return build_denoiser(place.published.config, dtype)
-    config = place.config(transformers)
+            name = source.published.config[CLASS]
+            raise ValueError(f"it is a {name}, which your own loop trains under tightfit.plan")
+        return build_denoiser(source.published.config, dtype)
+    config = source.config(transformers)
     automatic, kind = _auto_class(transformers, config, any_task)
     return automatic.from_config(config, dtype=dtype, **_attention(section, kind))
 
 
-def _loaded(transformers: Any, place: Place, section: PretrainedModel, dtype: torch.dtype, any_task: bool) -> Any:
+def _loaded(
+    transformers: Any, source: ModelSource, section: PretrainedModel, dtype: torch.dtype, any_task: bool
+) -> Any:
     if section.gguf_file:
         options = {"gguf_file": section.gguf_file}
         if section.attention != "auto":
             options["attn_implementation"] = section.attention
-        return place.fetched(transformers.AutoModelForCausalLM.from_pretrained, dtype=dtype, **options)
-    automatic, kind = _auto_class(transformers, place.config(transformers), any_task)
-    return place.fetched(automatic.from_pretrained, dtype=dtype, **_attention(section, kind))
+        return source.fetched(transformers.AutoModelForCausalLM.from_pretrained, dtype=dtype, **options)
+    automatic, kind = _auto_class(transformers, source.config(transformers), any_task)
+    return source.fetched(automatic.from_pretrained, dtype=dtype, **_attention(section, kind))
 
 
 def _attention(section: PretrainedModel, kind: Any) -> dict[str, str]:

@@ -92,7 +92,7 @@ def _demand_bf16(kind: str, groups: list[Any]) -> None:
 
 
 def parsed_name(name: str) -> OptimizerName:
-    """What an optimizer's name says. Raises `InputError`."""
+    """An optimizer's name in its parts. Raises `InputError`."""
     try:
         return parse_optimizer(name)
     except ValueError as error:

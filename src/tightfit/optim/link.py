@@ -1,12 +1,11 @@
 """Copies between a device and the host: pinned memory and a copy stream on CUDA, plain copies on a CPU."""
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.runtime.simulation import host_memory
+from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.runtime.streams import CudaStreams
 
 HOST = torch.device("cpu")
@@ -24,15 +23,6 @@ def note_streamed(weight: Tensor, streamed: bool) -> None:
 def is_streamed(weight: Tensor) -> bool:
     """True if a trained weight's memory changes between host and device (`levers/stream`)."""
     return hasattr(weight, _STREAMED)
-
-
-class Played(threading.local):
-    """A simulated link of this thread. Mutable, one instance: `played`."""
-
-    link: Any = None  # copies weights and gradients of a dry run between host and device (`tracing/copies.py`)
-
-
-played = Played()
 
 
 class Link:
@@ -81,14 +71,14 @@ class Link:
 
     def join(self) -> None:
         """Make everything that the device computes from here on wait for all copies."""
-        if played.link is not None:
-            played.link.wait()
+        if simulation.link is not None:
+            simulation.link.wait()
         elif self._streams is not None:
             self._streams.wait(self._streams.current(), self._streams.mark(self._lane))
 
     def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Any:
-        if played.link is not None:
-            return played.link.copy(target, source, to_host=on_device is source)
+        if simulation.link is not None:
+            return simulation.link.copy(target, source, to_host=on_device is source)
         if self._streams is None:
             target.copy_(source)
             return None

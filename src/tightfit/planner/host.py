@@ -31,7 +31,7 @@ _WAYS_OUT = {
 
 
 def host_of(request: Request) -> HostMemory:
-    """What a training takes beside what its step puts there, if this process were to train.
+    """The memory of the host that a training would take if this process trained, without the tensors of its step.
 
     Ranks load their shards one by one, which is not counted.
     """

@@ -126,7 +126,7 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What a training takes of the host's memory beside what a step puts there, in bytes.
+    """The host's memory that a training takes, without what its steps put there, in bytes.
 
     - `process`: Python and the libraries, as they were measured in the process that planned; 0 in older plans.
     - `loaded`: weights that are in the host's memory before they go to a card; 0 on a CPU, where they are the step's.

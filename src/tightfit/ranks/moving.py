@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tightfit.optim.link import played
-from tightfit.runtime.simulation import host_memory
+from tightfit.runtime.simulation import host_memory, simulation
 
 
 class MovesOfShards(TorchFunctionMode):
@@ -27,7 +26,7 @@ class MovesOfShards(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.device):
-            return played.link.moved(args[0], to_host=self.to_host)
+            return simulation.link.moved(args[0], to_host=self.to_host)
         if func is torch.Tensor.__iadd__ and self.to_host:
             with host_memory():
                 return func(*args, **kwargs)

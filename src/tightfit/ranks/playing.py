@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from tightfit.errors import InputError, ModelError
-from tightfit.optim.link import played
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.found import kept_as_they_are, sharded_alike
 from tightfit.ranks.moving import MovesOfShards
@@ -18,6 +17,7 @@ from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
 from tightfit.runtime.internals import around_messages_of_fsdp2, fake_process_group
 from tightfit.runtime.module_paths import named_modules
+from tightfit.runtime.simulation import simulation
 from tightfit.step import Precision
 from tightfit.tracing.shapes import TensorShape
 
@@ -57,7 +57,7 @@ class PlayedRank:
 
     def _copying(self) -> AbstractContextManager[Any]:
         # CPU tensors play those of the card, so FSDP2's copies between both would not be made.
-        if not self.is_on_host or played.link is None:
+        if not self.is_on_host or simulation.link is None:
             return nullcontext()
         return around_messages_of_fsdp2(MovesOfShards(to_host=False), MovesOfShards(to_host=True))
 

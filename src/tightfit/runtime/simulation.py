@@ -18,6 +18,7 @@ class Simulation(threading.local):
     host: int = 0  # depth of code that works in host memory, whatever the device
     pinned: bool = False  # whether memory that is made there now is pinned
     repeats: int = 1  # how often the operators that run now run in the real step, one after the other
+    link: Any = None  # copies weights and gradients in the place of `optim.link.Link` (`tracing/copies.py`)
 
     @property
     def of_cuda(self) -> bool:

@@ -31,14 +31,14 @@ def compiled_code_played(dry: DryRun) -> Iterator[None]:
 
     The programs of captured blocks run as they are, since they consist of ATen operators.
     """
-    players.compiled = players.captured = Played(dry)
+    players.compiled = players.captured = CompiledRunner(dry)
     try:
         yield
     finally:
         players.compiled = players.captured = None
 
 
-class Played:
+class CompiledRunner:
     """Runs compiled blocks in one dry run."""
 
     def __init__(self, dry: DryRun):
@@ -95,8 +95,8 @@ class Played:
         dry.note(KERNEL, seconds, reads=tuple(cell.value for cell, _ in reads), makes=tuple(makes))
 
 
-def played() -> Played:
-    assert isinstance(players.compiled, Played), "compiled code is written for dry runs"
+def played() -> CompiledRunner:
+    assert isinstance(players.compiled, CompiledRunner), "compiled code is written for dry runs"
     return players.compiled
 
 

@@ -14,7 +14,6 @@ import torch
 
 from tightfit.devices.clocks import Seconds
 from tightfit.levers.activity import offload, players
-from tightfit.optim.link import played
 from tightfit.runtime.operators import fresh_memory
 from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.tracing.dry_run import DryRun
@@ -35,11 +34,11 @@ def copies_played(dry: DryRun) -> "Iterator[Clock | None]":
     """
     clock = Clock(dry) if simulation.of_cuda else None
     players.copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
-    played.link = None if clock is None else PlayedLink(dry, clock)
+    simulation.link = None if clock is None else PlayedLink(dry, clock)
     try:
         yield clock
     finally:
-        players.copy = played.link = None
+        players.copy = simulation.link = None
 
 
 class Clock:

@@ -144,7 +144,7 @@ class Group:
             warnings.warn(f"{path}: {text}", stacklevel=4)
 
 
-class Recording(threading.local):
+class PendingCapture(threading.local):
     """The capture that this thread may begin."""
 
     forward: "CapturedForward | None" = None  # the block that runs
@@ -153,7 +153,7 @@ class Recording(threading.local):
     recorded: bool = False  # there is a program for this call
 
 
-_recording = Recording()
+_pending = PendingCapture()
 # By kind, in this process: a graph stays for further calls of `capture`, such as a training's after its plan's.
 _captured_shapes: weakref.WeakKeyDictionary[type[nn.Module], set[Any]] = weakref.WeakKeyDictionary()
 
@@ -166,7 +166,7 @@ MOST_TOGETHER = 2  # records of one kind and shape: the first block's input may 
 
 def is_trying() -> bool:
     """True if a block runs for which no capture is expected to begin, with dynamo's own limits."""
-    return _recording.forward is not None and not _recording.settled
+    return _pending.forward is not None and not _pending.settled
 
 
 class SettingsAreMissing(Exception):
@@ -261,7 +261,7 @@ class CapturedForward(FrugalForward):
         Dynamo gets our settings with `settled`. That takes as long as some ten operators, so it happens only if a
         capture begins.
         """
-        outer = _recording.forward, _recording.shapes, _recording.settled, _recording.recorded
+        outer = _pending.forward, _pending.shapes, _pending.settled, _pending.recorded
         captures = self.captures
         # Dynamo's record of a call is a cycle that holds its arguments, such as a cache. It is freed while it is young.
         collector = collector_off() if settled else nullcontext()
@@ -270,8 +270,8 @@ class CapturedForward(FrugalForward):
             kind = type(self.module)
             place = self.path if self.path in _apart.get(kind, ()) else None
             captured = captured_forward(kind, policy, operator_switches(), simulation.card, place)
-            _recording.forward, _recording.shapes, _recording.settled = self, (args, kwargs), settled
-            _recording.recorded = False
+            _pending.forward, _pending.shapes, _pending.settled = self, (args, kwargs), settled
+            _pending.recorded = False
             with collector, recording_settings() if settled else nullcontext():
                 outputs = captured(self.module, *args, **kwargs)
             self.captures = max(self.captures, 1)  # another block of its kind may have been captured for it
@@ -279,7 +279,7 @@ class CapturedForward(FrugalForward):
         except ServesOthers:
             return ServesOthers.__name__, None
         except Exception as error:
-            if not isinstance(error, (CompileError, *recording_failures())) and (not settled or _recording.recorded):
+            if not isinstance(error, (CompileError, *recording_failures())) and (not settled or _pending.recorded):
                 raise  # of the program
             # Of code that dynamo runs while it records, such as a question about a size that depends on data, or wrong
             # code, which raises its own error again when it runs as it is written.
@@ -288,7 +288,7 @@ class CapturedForward(FrugalForward):
             traceback.clear_frames(error.__traceback__)
             return reason, None
         finally:
-            _recording.forward, _recording.shapes, _recording.settled, _recording.recorded = outer
+            _pending.forward, _pending.shapes, _pending.settled, _pending.recorded = outer
             if self.captures != captures:
                 gc.collect(0)
 
@@ -343,14 +343,14 @@ def captured_forward(
     drop_logs_of_limits(is_trying)
 
     def record(graph: Any, inputs: Sequence[Any]) -> Any:
-        block = _recording.forward
-        if not _recording.settled or block is None:
+        block = _pending.forward
+        if not _pending.settled or block is None:
             raise SettingsAreMissing
-        block.note_capture(_recording.shapes)
+        block.note_capture(_pending.shapes)
         found = CapturedGraph(block.policy, graph, inputs)
 
         def run(*arguments: Any) -> Any:
-            forward = _recording.forward
+            forward = _pending.forward
             assert forward is not None, "captured blocks run by their forwards"
             function = found.functions.get((forward.policy, forward.fused))
             if function is None:
@@ -359,7 +359,7 @@ def captured_forward(
                 function = found.function(forward.policy, fused=forward.fused)
                 if function is None:
                     raise ServesOthers
-            _recording.recorded = True  # what fails from here on is the program
+            _pending.recorded = True  # what fails from here on is the program
             if players.captured is not None:
                 # AOTAutograd's wrapper writes new contents of buffers after the program.
                 return players.captured.run(lambda given: function(*given), list(arguments))

@@ -24,21 +24,21 @@ class Promise(NamedTuple):
     geometry: Geometry
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A saved tensor that is held anyway, with its version: autograd does not check versions of hooked tensors."""
 
     tensor: torch.Tensor
     version: int
 
 
-def hold(tensor: torch.Tensor) -> Held:
+def hold(tensor: torch.Tensor) -> HeldTensor:
     """A saved tensor that is held."""
     # Without its graph: a saved result would hold the node that saves it, a reference cycle that leaks (as in
     # pytorch#154642).
-    return Held(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+    return HeldTensor(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
 
-def pack(tensor: torch.Tensor) -> Promise | Held:
+def pack(tensor: torch.Tensor) -> Promise | HeldTensor:
     """Saved-tensor hook: save a held tensor itself, and a promise for any other."""
     if activity.on_save is not None:
         activity.on_save(tensor)
@@ -50,9 +50,9 @@ def pack(tensor: torch.Tensor) -> Promise | Held:
     return Promise(product, Geometry.of(tensor))
 
 
-def unpack(saved: Promise | Held) -> torch.Tensor:
+def unpack(saved: Promise | HeldTensor) -> torch.Tensor:
     """Saved-tensor hook: return the tensor, computed again if necessary."""
-    if isinstance(saved, Held):
+    if isinstance(saved, HeldTensor):
         if saved.tensor._version != saved.version:
             raise modified_in_place(saved.tensor, saved.version)
         return present(saved.tensor)

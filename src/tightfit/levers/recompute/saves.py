@@ -11,7 +11,7 @@ recorded: its copies must be complete before the write.
 
 import torch
 
-from tightfit.levers.recompute.saved import Held, Promise, pack
+from tightfit.levers.recompute.saved import HeldTensor, Promise, pack
 from tightfit.levers.recompute.values import (
     Geometry,
     OffloadStore,
@@ -36,8 +36,8 @@ class Noting:
         self._saves: list[tuple[int, int] | None] = []
         self._products: dict[int, tuple[int, Product]] = {}  # numbers, by identity; the products are held meanwhile
 
-    def note(self, tensor: torch.Tensor, saved: Promise | Held) -> None:
-        if isinstance(saved, Held):
+    def note(self, tensor: torch.Tensor, saved: Promise | HeldTensor) -> None:
+        if isinstance(saved, HeldTensor):
             self._saves.append(None)
             return
         number, _ = self._products.setdefault(id(saved.product), (len(self._products), saved.product))
@@ -59,7 +59,7 @@ class Again:
         self._place = 0
         self._products: dict[int, Product] = {}
 
-    def save(self, tensor: torch.Tensor) -> Promise | Held:
+    def save(self, tensor: torch.Tensor) -> Promise | HeldTensor:
         """Saved-tensor hook."""
         place = self._place
         self._place += 1

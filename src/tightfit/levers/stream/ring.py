@@ -26,7 +26,7 @@ from tightfit.optim.link import is_streamed, note_streamed
 from tightfit.runtime.internals import counting_alias
 
 
-class Place(NamedTuple):
+class StreamedTensor(NamedTuple):
     """A tensor of a weight, and what its data is on the device and on the host."""
 
     tensor: torch.Tensor
@@ -53,7 +53,7 @@ class Weight:
                 self.storage.copy_(content)
             flat = self._flat()
             self.places = [
-                Place(
+                StreamedTensor(
                     tensor,
                     counting_alias(tensor) if is_ours else Geometry.of(tensor).over(flat),
                     Geometry.of(tensor).over(self.kept.bytes),
@@ -103,7 +103,7 @@ class Weight:
         return flat.set_(self.storage, 0, (self.nbytes,), (1,))
 
 
-class Block:
+class StreamedBlock:
     """Mutable: one block's weights. `weights` is None before they have been moved for the first time."""
 
     def __init__(self, ring: "Ring", number: int, tensors: Iterable[torch.Tensor]):
@@ -147,7 +147,7 @@ class Ring:
 
     def __init__(self, device: torch.device, ahead: int, folder: str | Path | None, trained: bool = False):
         self.device, self.ahead, self.folder, self.trained = device, ahead, folder, trained
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, StreamedBlock] = {}
         self.lock = threading.RLock()
         self.window: Window | None = None
         self._tier: Tier | None = None
@@ -156,7 +156,7 @@ class Ring:
 
     def add(self, number: int, tensors: Iterable[torch.Tensor]) -> None:
         """Add a block. Its weights stay where they are until the ring is first used."""
-        block = self.blocks[number] = Block(self, number, tensors)
+        block = self.blocks[number] = StreamedBlock(self, number, tensors)
         if self.trained:
             for tensor in block.tensors:
                 note_streamed(tensor, True)
@@ -212,7 +212,7 @@ class Ring:
             self._tier = PinnedTier(self.device) if self.device.type == "cuda" else FileTier(self.folder)
         return self._tier
 
-    def _settle(self, block: Block, known: Sequence[Weight] = ()) -> None:
+    def _settle(self, block: StreamedBlock, known: Sequence[Weight] = ()) -> None:
         weights = list(known)
         of_known = {id(place.tensor) for weight in known for place in weight.places}
         for tensors in block.groups():
@@ -254,7 +254,7 @@ class Ring:
         for weight in block.weights or ():
             weight.put(there=True)
 
-    def _wait(self, block: Block) -> None:
+    def _wait(self, block: StreamedBlock) -> None:
         if block.arrival:
             self.tier.arrived(block.arrival)
         block.arrival = None

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.compress.texts import row_length
 from tightfit.models.generation import generate
+from tightfit.models.generation_estimate import estimate_generation
 from tightfit.models.loading import position_limit, vocabulary_size
 from tightfit.models.saving import saved_bytes
 from tightfit.models.scoring import score
 from tightfit.optim.by_name import build_optimizer, state_tensors
-from tightfit.planner.any_code.generation import estimate_generation
 from tightfit.planner.api import estimate
 from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, model_loss, update
 from tightfit.tracing.step import plain_tensors

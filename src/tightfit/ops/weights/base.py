@@ -13,7 +13,7 @@ _COUNT = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class FrozenBase(NamedTuple):
-    """What is frozen in a model.
+    """The frozen weights of a model.
 
     `bytes` are those of all frozen weights with their scales. `not_quantised` are the bytes of those at full width
     where others are in few bits, by the name of their module with `*` for the numbers of layers, the largest first.

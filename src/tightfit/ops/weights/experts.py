@@ -30,7 +30,7 @@ PRODUCT: Any = torch.ops.tightfit.experts_product.default
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts (`integrations/moe.py` in transformers)
 
 
-class Held(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Weights of experts in few bits. `block` is the number of 4-bit weights with one scale; None: a row has one."""
 
     codes: Tensor
@@ -86,7 +86,7 @@ def widen_experts(module: "LowBitExperts") -> None:
     """Replace the codes by the fp32 weights that they represent, in place."""
     for name in module.wide_shapes:
         held = module.held(name)
-        assert isinstance(held, Held), "it has codes"
+        assert isinstance(held, ExpertWeights), "it has codes"
         module._parameters.pop(_scale_of(name), None)
         module._parameters[name] = nn.Parameter(held.wide(0, held.shape[0], torch.float32), requires_grad=False)
     del module.__dict__["wide_shapes"]
@@ -127,7 +127,7 @@ class LowBitExperts(nn.Module):
     has_post_expert_norm: bool
     is_transposed: bool
 
-    def held(self, name: str) -> Held | Tensor:
+    def held(self, name: str) -> ExpertWeights | Tensor:
         """A weight by name: its codes, or itself where it is as it was."""
         weight: Any = self._parameters[name]
         if name not in self.wide_shapes:
@@ -136,8 +136,8 @@ class LowBitExperts(nn.Module):
         if state is None:
             scale = self._parameters[_scale_of(name)]
             assert scale is not None, "codes have their scales"
-            return Held(weight, scale, self.wide_shapes[name], None)
-        return Held(weight.data, state.absmax, self.wide_shapes[name], state.blocksize)
+            return ExpertWeights(weight, scale, self.wide_shapes[name], None)
+        return ExpertWeights(weight.data, state.absmax, self.wide_shapes[name], state.blocksize)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Sum the chosen experts' results of each token, weighted.
@@ -169,13 +169,14 @@ class LowBitExperts(nn.Module):
     def _product(self, name: str, rows: Tensor, experts: Tensor, ends: Sequence[int]) -> Tensor:
         """The rows (S, n), sorted by expert, times their experts' weights: (S, m)."""
         held = self.held(name)
-        if not isinstance(held, Held):
-            held = Held(held, held.new_ones(()), tuple(held.shape), None)
-        result: Any = _Product.apply(rows, held.codes, held.scale, held.shape, held.block, ends, self.is_transposed)
+        if not isinstance(held, ExpertWeights):
+            held = ExpertWeights(held, held.new_ones(()), tuple(held.shape), None)
+        codes, scale, shape, block = held
+        result: Any = _ExpertsProduct.apply(rows, codes, scale, shape, block, ends, self.is_transposed)
         return result + self._parameters[f"{name}_bias"][experts].to(result.dtype) if self.has_bias else result  # pyright: ignore[reportOptionalSubscript] - it says so
 
 
-class _Product(torch.autograd.Function):
+class _ExpertsProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor, shape: Any, block: Any, ends: Any, transposed: bool
@@ -203,7 +204,7 @@ def multiplied(
     transposed: bool,
 ) -> Tensor:
     """rows (S, n) times each expert's matrix, which is (n, m) if `transposed`, else (m, n): the operator's kernel."""
-    held = Held(codes, scale, tuple(shape), block)
+    held = ExpertWeights(codes, scale, tuple(shape), block)
     experts, *sides = held.shape
     result = rows.new_empty(len(rows), sides[1] if transposed else sides[0])
     at_once = max(1, result.numel() // math.prod(sides))

@@ -31,7 +31,7 @@ class Int8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        result: Any = _Product.apply(x, self.weight, self.scale)
+        result: Any = _Int8Product.apply(x, self.weight, self.scale)
         return result if self.bias is None else result + self.bias.to(x.dtype)
 
     def widened(self) -> Tensor:
@@ -53,7 +53,7 @@ def widened(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(dtype).mul_(scale.to(dtype))
 
 
-class _Product(torch.autograd.Function):
+class _Int8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scale)

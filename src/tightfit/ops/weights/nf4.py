@@ -44,11 +44,11 @@ class NF4Linear(_Linear4bit):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         is_odd = self.in_features % BLOCK and x.device.type == "cpu" and not simulation.is_dry
         if is_odd and not reads_rows_of(self.in_features):
-            return _Product.apply(x, self.weight, bias, self.weight.quant_state)
+            return _NF4Product.apply(x, self.weight, bias, self.weight.quant_state)
         return _package.matmul_4bit(x, self.weight, bias=bias, quant_state=self.weight.quant_state)
 
 
-class _Product(torch.autograd.Function):
+class _NF4Product(torch.autograd.Function):
     """bitsandbytes's product (`MatMul4Bit`), with codes that are read as one row. It takes the same memory."""
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Predictions for any code, not only training steps: a callable, a loop of the user's own, the generation of text."""
+"""Predictions for any code, not only training steps: a callable, a loop of the user's own."""

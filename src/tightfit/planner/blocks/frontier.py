@@ -34,7 +34,7 @@ NANOSECONDS = 1e9
 
 
 @dataclass(frozen=True)
-class Operation:
+class BlockOperator:
     """One operator call of a block's forward, in execution order.
 
     `seconds` is the time of replaying it. `bytes` is the memory that its output occupies until backward (0 for memory
@@ -62,7 +62,7 @@ class KeepSet:
     replay_seconds: float
 
 
-def replay_cost(operations: Sequence[Operation], kept: frozenset[int]) -> tuple[int, float, tuple[int, ...]]:
+def replay_cost(operations: Sequence[BlockOperator], kept: frozenset[int]) -> tuple[int, float, tuple[int, ...]]:
     """(bytes kept, seconds of replay, places replayed in order) of any keep set.
 
     Kept outputs that nothing reads in backward cost nothing. Pinned operations count as kept.
@@ -73,7 +73,7 @@ def replay_cost(operations: Sequence[Operation], kept: frozenset[int]) -> tuple[
     return kept_bytes, seconds, tuple(sorted(replayed))
 
 
-def frontier(operations: Sequence[Operation], *, limit: int = 12) -> tuple[KeepSet, ...]:
+def frontier(operations: Sequence[BlockOperator], *, limit: int = 12) -> tuple[KeepSet, ...]:
     """At most `limit` keep sets (at least 2), from the fastest one to the one of fewest bytes.
 
     The first set replays nothing, in the fewest bytes. The last has the fewest bytes, in the least seconds. Bytes fall
@@ -86,12 +86,12 @@ def frontier(operations: Sequence[Operation], *, limit: int = 12) -> tuple[KeepS
     return tuple(_keep_set(operations, point.kept) for point in points)
 
 
-def keep_set(operations: Sequence[Operation], kept: frozenset[int]) -> KeepSet:
+def keep_set(operations: Sequence[BlockOperator], kept: frozenset[int]) -> KeepSet:
     """A keep set with its cost, without the outputs that nothing reads in backward."""
     return _keep_set(operations, _point(operations, kept).kept)
 
 
-def _needed(operations: Sequence[Operation], kept: frozenset[int]) -> tuple[set[int], set[int]]:
+def _needed(operations: Sequence[BlockOperator], kept: frozenset[int]) -> tuple[set[int], set[int]]:
     """Places whose outputs backward needs, and those of them that must be replayed."""
     needed = {place for place, operation in enumerate(operations) if operation.saved}
     replayed = set()
@@ -113,18 +113,18 @@ class _Point:
     kept: frozenset[int]
 
 
-def _nanoseconds(operation: Operation) -> int:
+def _nanoseconds(operation: BlockOperator) -> int:
     return round(operation.seconds * NANOSECONDS)
 
 
-def _point(operations: Sequence[Operation], kept: frozenset[int]) -> _Point:
+def _point(operations: Sequence[BlockOperator], kept: frozenset[int]) -> _Point:
     needed, replayed = _needed(operations, kept)
     useful = frozenset(needed - replayed)
     kept_bytes = sum(operations[place].bytes for place in useful)
     return _Point(kept_bytes, sum(_nanoseconds(operations[place]) for place in replayed), useful)
 
 
-def _keep_set(operations: Sequence[Operation], useful: frozenset[int]) -> KeepSet:
+def _keep_set(operations: Sequence[BlockOperator], useful: frozenset[int]) -> KeepSet:
     kept_bytes, seconds, _ = replay_cost(operations, useful)
     pinned = frozenset(place for place, operation in enumerate(operations) if operation.pinned)
     return KeepSet(useful | pinned, kept_bytes, seconds)
@@ -139,7 +139,7 @@ class _Graph:
 
     SOURCE, SINK = 0, 1
 
-    def __init__(self, operations: Sequence[Operation]):
+    def __init__(self, operations: Sequence[BlockOperator]):
         self.operations = operations
         self.places = sorted(_needed(operations, frozenset())[0])
         self.node = {place: 2 + 2 * order for order, place in enumerate(self.places)}
@@ -150,7 +150,7 @@ class _Graph:
         for place in self.places:
             self._add(place, operations[place])
 
-    def _add(self, place: int, operation: Operation) -> None:
+    def _add(self, place: int, operation: BlockOperator) -> None:
         entry, out = self.node[place], self.node[place] + 1
         self.priced.append((self._edge(entry, out), 0, operation.bytes))
         if operation.saved:
@@ -277,7 +277,7 @@ def _positions(points: Sequence[_Point]) -> list[float]:
     ]
 
 
-def _filled(operations: Sequence[Operation], points: list[_Point], limit: int) -> list[_Point]:
+def _filled(operations: Sequence[BlockOperator], points: list[_Point], limit: int) -> list[_Point]:
     """The points, with more between neighbours that are further apart than `limit` even steps."""
     filled = points[:1]
     for (left, right), (start, end) in zip(pairwise(points), pairwise(_positions(points)), strict=True):
@@ -287,7 +287,7 @@ def _filled(operations: Sequence[Operation], points: list[_Point], limit: int) -
     return filled
 
 
-def _between(operations: Sequence[Operation], left: _Point, right: _Point) -> list[_Point]:
+def _between(operations: Sequence[BlockOperator], left: _Point, right: _Point) -> list[_Point]:
     """Points strictly between two others, which follow one of them up to some place and the other one after it."""
     candidates = []
     for place in sorted(left.kept ^ right.kept):

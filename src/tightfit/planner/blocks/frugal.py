@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.planner.blocks.graph import BlockGraph, key_of
-from tightfit.planner.blocks.windows import Window
+from tightfit.planner.blocks.windows import BlockWindow
 from tightfit.tracing.record import Phase, StepTrace
 
 FRUGAL_SETS = 4
@@ -87,7 +87,7 @@ class Backward:
         return (level + own for level, own in zip(base, accumulate(changes), strict=False))
 
 
-def frugal_sets(trace: StepTrace, graph: BlockGraph, window: Window) -> tuple[frozenset[int], ...]:
+def frugal_sets(trace: StepTrace, graph: BlockGraph, window: BlockWindow) -> tuple[frozenset[int], ...]:
     """At most `FRUGAL_SETS` keep sets, by places in the graph, from the fewest bytes kept to the lowest backward.
 
     `trace` is a step in which the block keeps everything.
@@ -97,7 +97,7 @@ def frugal_sets(trace: StepTrace, graph: BlockGraph, window: Window) -> tuple[fr
     return tuple(best[step * (len(best) - 1) // max(1, count - 1)] for step in range(count))
 
 
-def foreseen(trace: StepTrace, graph: BlockGraph, window: Window) -> Backward:
+def foreseen(trace: StepTrace, graph: BlockGraph, window: BlockWindow) -> Backward:
     """The backward of a block, from a trace in which it keeps everything; `cost` then prices any keep set."""
     begin, end = window.backward
     places = _places(trace, graph, window)
@@ -134,7 +134,7 @@ def _undominated(costs: dict[frozenset[int], tuple[int, int]]) -> list[frozenset
     return found
 
 
-def _places(trace: StepTrace, graph: BlockGraph, window: Window) -> dict[int, int]:
+def _places(trace: StepTrace, graph: BlockGraph, window: BlockWindow) -> dict[int, int]:
     """The operators of the block's forward, in all of its calls, with their places in the graph."""
     place_of = {key: place for place, key in enumerate(graph.keys)}
     found = {}
@@ -146,7 +146,9 @@ def _places(trace: StepTrace, graph: BlockGraph, window: Window) -> dict[int, in
     return found
 
 
-def _outputs(trace: StepTrace, graph: BlockGraph, window: Window, places: Mapping[int, int]) -> tuple[_Output, ...]:
+def _outputs(
+    trace: StepTrace, graph: BlockGraph, window: BlockWindow, places: Mapping[int, int]
+) -> tuple[_Output, ...]:
     begin, end = window.backward
     order = {index: number for number, index in enumerate(places)}
     first_read: dict[int, int] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from tightfit.devices.families import Family, family_of
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.blocks.captured import Captured
-from tightfit.planner.blocks.frontier import Operation, frontier, replay_cost
+from tightfit.planner.blocks.frontier import BlockOperator, frontier, replay_cost
 from tightfit.planner.blocks.graph import BlockGraph
 from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import Option, least_peak, solve
@@ -223,7 +223,7 @@ def _prices(
     )
 
 
-def _fused(graph: BlockGraph) -> tuple[Operation, ...]:
+def _fused(graph: BlockGraph) -> tuple[BlockOperator, ...]:
     """The operations of a block with the seconds of computing them again in compiled code."""
     return tuple(
         operation if family_of(key.name) in _OWN_KERNEL else replace(operation, seconds=FUSED * operation.seconds)
@@ -231,7 +231,7 @@ def _fused(graph: BlockGraph) -> tuple[Operation, ...]:
     )
 
 
-def _cost(operations: Sequence[Operation], graph: BlockGraph, policy: Policy) -> tuple[int, float]:
+def _cost(operations: Sequence[BlockOperator], graph: BlockGraph, policy: Policy) -> tuple[int, float]:
     """The bytes that a policy keeps, and the seconds of computing the rest again in compiled code."""
     kept = frozenset(place for place, key in enumerate(graph.keys) if policy == KEEP_ALL or key in policy.kept)
     held, seconds, _ = replay_cost(operations, kept)

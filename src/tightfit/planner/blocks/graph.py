@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tightfit.levers.recompute import OperatorKey
-from tightfit.planner.blocks.frontier import Operation
+from tightfit.planner.blocks.frontier import BlockOperator
 from tightfit.runtime.module_paths import module_at
 from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
 from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost
@@ -20,7 +20,7 @@ class BlockGraph:
     """
 
     path: str
-    operations: tuple[Operation, ...]
+    operations: tuple[BlockOperator, ...]
     keys: tuple[OperatorKey, ...]
     modules: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -80,13 +80,13 @@ def result_sizes(trace: StepTrace, operator: OperatorRecord) -> dict[int, int]:
 
 def _operation(
     trace: StepTrace, index: int, position: dict[int, int], last: int, replaying_seconds: float
-) -> Operation:
+) -> BlockOperator:
     operator = trace.operators[index]
     producers = {trace.values[value].operator for value in operator.reads}
     inputs = tuple(sorted(position[p] for p in producers if p in position and p < index))
     # A result of the block: the next block holds it anyway, so keeping it costs nothing.
     leaves = any(trace.last_forward_read.get(value, -1) > last for value in operator.makes)
-    return Operation(
+    return BlockOperator(
         seconds=operator.seconds_with(replaying_seconds),
         bytes=0 if leaves else sum(result_sizes(trace, operator).values()),
         saved=any(trace.values[value].saved for value in operator.makes),

@@ -15,7 +15,7 @@ from tightfit.planner.blocks.frontier import KeepSet, frontier, keep_set
 from tightfit.planner.blocks.frugal import frugal_sets
 from tightfit.planner.blocks.graph import BlockGraph, block_graph
 from tightfit.planner.blocks.solve import Chain, Option
-from tightfit.planner.blocks.windows import Footprint, Window, calls_of, footprint, is_chain, level_at, windows
+from tightfit.planner.blocks.windows import BlockWindow, Footprint, calls_of, footprint, is_chain, level_at, windows
 from tightfit.planner.levers import Choice, Lever, Recompute
 from tightfit.tracing.record import StepTrace, highest
 from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost
@@ -25,7 +25,7 @@ Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with t
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of block as levers that work inside blocks see it (the protocol `levers.Block`).
+    """A kind of block as levers that work inside blocks see it (the protocol `levers.BlockKind`).
 
     `frugal` are the keep sets of least memory at any price, by places in the graph.
     """
@@ -179,7 +179,7 @@ def _measure(
 
 def _chain(
     plain: StepTrace,
-    spans: Sequence[Window],
+    spans: Sequence[BlockWindow],
     options: tuple[tuple[Option, ...], ...],
     prints: Mapping[str, Footprint],
     fixed_bytes: int,

@@ -9,7 +9,7 @@ from tightfit.tracing.record import OperatorRecord, Phase, StepTrace, highest
 
 
 @dataclass(frozen=True)
-class Window:
+class BlockWindow:
     """The operator ranges of one block, half open.
 
     `forward` ends where the next block's forward starts. `backward` starts where that block's backward ends.
@@ -20,7 +20,7 @@ class Window:
     backward: tuple[int, int]
 
 
-def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
+def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[BlockWindow, ...]:
     """The windows of the blocks that ran in the last micro-batch, in forward order."""
     spans = _spans(trace, paths)
     order = sorted(spans, key=lambda p: spans[p].forward[0])
@@ -28,11 +28,11 @@ def windows(trace: StepTrace, paths: Sequence[str]) -> tuple[Window, ...]:
     # Operators between two blocks belong to the window of the block before them, so that windows leave no gap in which
     # a level would be missed.
     forwards = [*zip(starts, [*starts[1:], spans[order[-1]].forward[1] + 1], strict=True)] if order else []
-    result: list[Window] = []
+    result: list[BlockWindow] = []
     begin = min((spans[p].backward[0] for p in order), default=trace.end_of_forward)
     for path, forward in zip(reversed(order), reversed(forwards), strict=True):
         end = max(begin, spans[path].backward[1] + 1)
-        result.append(Window(path, forward, (begin, end)))
+        result.append(BlockWindow(path, forward, (begin, end)))
         begin = end
     return tuple(reversed(result))
 
@@ -106,7 +106,7 @@ class Footprint:
     lever_seconds: float = 0.0
 
 
-def footprint(trace: StepTrace, window: Window, *, beside: bool = False) -> Footprint:
+def footprint(trace: StepTrace, window: BlockWindow, *, beside: bool = False) -> Footprint:
     """The bytes that the block keeps from forward to backward, and its highest points above the surrounding levels.
 
     With `beside`, copies run in parallel with the computation. They then cost only the seconds by which they outlast

@@ -6,7 +6,7 @@
 from tightfit.planner.levers.base import (
     CLASSES,
     ROUNDING_SPREAD,
-    Block,
+    BlockKind,
     BlockLever,
     Choice,
     Exactness,
@@ -36,7 +36,7 @@ from tightfit.planner.levers.combination import Combination  # isort: skip
 __all__ = [
     "CLASSES",
     "ROUNDING_SPREAD",
-    "Block",
+    "BlockKind",
     "BlockLever",
     "CapturedBlocks",
     "Choice",

@@ -93,7 +93,7 @@ class KeptOutputs(Protocol):
     def replay_seconds(self) -> float: ...
 
 
-class Block(Protocol):
+class BlockKind(Protocol):
     """A kind of block, as levers that work inside blocks see it."""
 
     def keep_sets(self, limit: int) -> Sequence[KeptOutputs]:
@@ -160,7 +160,7 @@ class Lever:
         return None
 
     @classmethod
-    def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
+    def options(cls, block: BlockKind, allowed: frozenset[str]) -> Sequence[Choice]:
         """The ways to run a block with this lever, given the names of all `allowed` levers.
 
         Only levers that work inside blocks have options.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from tightfit.planner.levers.base import Block, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import BlockKind, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
 from tightfit.planner.levers.recompute import Recompute
 from tightfit.units import format_bytes
 
@@ -59,7 +59,7 @@ class Offload(BlockLever):
         )
 
     @classmethod
-    def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
+    def options(cls, block: BlockKind, allowed: frozenset[str]) -> Sequence[Choice]:
         """Each keep set of a block, offloaded together with the block's inputs.
 
         Without the lever recompute, only the set that replays nothing.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from tightfit.names import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
-from tightfit.planner.levers.base import Block, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import BlockKind, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
 
 if TYPE_CHECKING:
     from tightfit.levers.recompute import Policy
@@ -36,7 +36,7 @@ class Recompute(BlockLever):
         return None if step.blocks else "the model has no repeated blocks"
 
     @classmethod
-    def options(cls, block: Block, allowed: frozenset[str]) -> Sequence[Choice]:
+    def options(cls, block: BlockKind, allowed: frozenset[str]) -> Sequence[Choice]:
         """Each keep set of a block that replays something."""
         from tightfit.levers.recompute import Policy
 

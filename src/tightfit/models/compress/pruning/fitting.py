@@ -13,8 +13,8 @@ from torch import nn
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, InputError
 from tightfit.models.compress.pruning.anatomy import Anatomy, Ratios, Removal, config_after, loads_after, unit_of
+from tightfit.models.generation_estimate import estimate_generation
 from tightfit.models.pretrained import transformers_package
-from tightfit.planner.any_code.generation import estimate_generation
 from tightfit.planner.api import estimate, plan
 from tightfit.step import TokenBatch
 from tightfit.tracing.build import build_dry

@@ -12,10 +12,10 @@ from command_line import tightfit
 from round_device import round_device
 from tightfit.errors import InputError
 from tightfit.memory.allocator import measured_peak
+from tightfit.models import generation_estimate as estimating
 from tightfit.models.generation import generate
-from tightfit.planner.any_code import generation as estimating
+from tightfit.models.generation_estimate import estimate_generation
 from tightfit.planner.any_code.describe import describe_generation
-from tightfit.planner.any_code.generation import estimate_generation
 from tiny import decoder
 
 DEVICE = round_device()
