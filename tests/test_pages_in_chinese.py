@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_every_guide_of_the_site_is_in_chinese_in_the_same_place():
     assert chinese is not None
     pages = [page for page in re.findall(r"\S+\.md", guides[1]) if page not in ONLY_ENGLISH]
     assert re.findall(r"\S+\.md", chinese[1]) == [f"zh/{page}" for page in ("index.md", "start.md", *pages)]
+
+
+@pairs
+def test_a_line_ends_only_where_a_space_may_be_since_browsers_show_one(english, chinese):
+    lines = BLOCK.sub("\n", read(chinese)).splitlines()
+    wide = r"[\u2e80-\u9fff\uff00-\uffef“”]"
+    broken = [
+        line
+        for line, after in pairwise(lines)
+        if not line.startswith(("#", "|"))
+        and after.strip()
+        and not re.match(r"\s*-\s", after)
+        and ((re.search(rf"{wide}$", line) and re.match(rf"\s*{wide}", after)) or re.search(r"[，。；：、]$", line))
+    ]
+    assert not broken
 
 
 @pairs

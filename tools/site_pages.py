@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ROOT / "src" / "tightfit"
 NOTE = re.compile(r"\]\((?:\.\./)?src/tightfit/([\w/]+)/README\.md\)")  # a link from docs/ to a room's note
 SITES_OWN = ("404.html",)
-WORKER = "assets/iframe-worker.js"
+ASSETS = ("iframe-worker.js", "site.css")  # files beside this one
+LONG_CODE = re.compile(r"<code>([^<>]{28,})</code>")
 UNSEARCHED = 40_000  # bytes of a page from which on it is tables of figures, which nobody searches for
 CARD_SIZES = (6, 8, 10, 12, 16, 24, 48, 80, 141)  # gigabytes that cards are sold with
 NEAR = 0.12  # the share of those gigabytes by which a card's own memory may differ
@@ -116,7 +117,7 @@ def command_line_page() -> str:
     lines = ["# Command line", "", *_described(root.help), ""]
     for name, command in root.commands.items():
         lines += _command(f"tightfit {name}", command)
-    return "\n".join(lines) + "\n"
+    return re.sub(r"```\n+```sh\n", "", "\n".join(lines)) + "\n"
 
 
 def _command(name: str, command: Any) -> Iterator[str]:
@@ -124,7 +125,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     if arguments or options:
-        yield from ("| | |", "|---|---|")
+        yield from (f"| {'argument or option' if arguments else 'option'} | meaning |", "|---|---|")
         for each in (*arguments, *options):
             yield f"| {_called(each)} | {_cell(each.help or '')} |"
         yield ""
@@ -291,8 +292,8 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    worker = {WORKER: (ROOT / "tools" / "iframe-worker.js").read_text("utf-8")}
-    for uri, content in (pages() | worker).items():
+    assets = {f"assets/{name}": (ROOT / "tools" / name).read_text("utf-8") for name in ASSETS}
+    for uri, content in (pages() | assets).items():
         files.append(File.generated(config, uri, content=content))
     return files
 
@@ -301,6 +302,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if len(markdown) > UNSEARCHED and page.file.src_uri != "reference/command_line.md":
         page.meta["search"] = {"exclude": True}
     return with_links_of_the_site(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Long names of code in tables may break after the marks within them. A browser would break words, or none."""
+    return re.sub(r"<td.*?</td>", lambda cell: LONG_CODE.sub(_breakable, cell[0]), html, flags=re.DOTALL)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return "<code>" + re.sub(r"(::|[/_.,=?])(?=\w)", r"\1<wbr>", code[1]) + "</code>"
+
+
+def on_page_context(context: Any, page: Any, config: Any, **_: Any) -> Any:
+    """The theme's own words, and the language that a page says it is in."""
+    config.theme["language"] = "zh" if page.file.src_uri.startswith("zh/") else "en"
+    return context
 
 
 def on_post_build(config: Any) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +36,26 @@ def test_the_command_line_page_has_every_command_with_its_options(site):
             assert {o for o in options if o.startswith("--")} <= set(re.findall(r"`(--[\w-]+)", sections[command])), (
                 command
             )
+
+
+def test_the_examples_of_a_command_are_one_block(site):
+    train = site.command_line_page().split("\n## tightfit train\n")[1].split("\n## ")[0]
+    assert train.count("```sh") == 1
+    assert len(re.findall(r"^(?:tightfit|torchrun) ", train, re.MULTILINE)) > 2
+
+
+def test_a_name_of_code_in_a_table_breaks_after_its_marks_and_not_within_words(site):
+    name = "tests/training/test_kill.py::test_it"
+    broken = "tests/<wbr>training/<wbr>test_<wbr>kill.<wbr>py::<wbr>test_<wbr>it"
+    html = f"<p><code>{name}</code></p><td>x <code>{name}</code></td><td><code>chunked_loss</code></td>"
+    assert site.on_page_content(html) == html.replace(f"<td>x <code>{name}", f"<td>x <code>{broken}")
+
+
+@pytest.mark.parametrize(("uri", "language"), [("zh/guide.md", "zh"), ("guide.md", "en")])
+def test_the_themes_words_are_in_the_language_of_the_page(site, uri, language):
+    config = SimpleNamespace(theme={"language": "?"})
+    site.on_page_context({}, SimpleNamespace(file=SimpleNamespace(src_uri=uri)), config)
+    assert config.theme["language"] == language
 
 
 def test_each_size_of_a_card_has_a_page_with_cards_and_recipes(site):
