@@ -1,7 +1,6 @@
 """The batches that a plan must hold for are the worst that can come."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from torch import nn
 from round_device import round_device
 from tightfit.errors import CannotFit, InputError
 from tightfit.integrations.batches import all_labels_counted, checked_length, distinct, with_padding, worst_batches
-from tightfit.integrations.planning import GuestStep, PlanSettings, plan_for_all, plan_one, tightened
+from tightfit.integrations.planning import GuestStep, plan_for_all, plan_one, tightened
 from tightfit.levers.micro_batch import IGNORE_INDEX
-from tightfit.step import model_loss
+from tightfit.planner.request import Request
 
 
 def rows(*lengths):
@@ -87,7 +86,9 @@ def wide(width):
 def step(monkeypatch):
     monkeypatch.setattr("tightfit.devices.present.present", lambda *_, **__: round_device())  # always one choice
     model = BesideBlocks()
-    return GuestStep(model, model_loss, torch.optim.AdamW(model.parameters()), torch.device("cpu"))
+    return GuestStep(
+        Request.of(model, None, optimizer=torch.optim.AdamW(model.parameters()), device=torch.device("cpu"))
+    )
 
 
 def peaks_under(step, plan, *batches):
@@ -98,7 +99,7 @@ def peaks_under(step, plan, *batches):
 @pytest.mark.keeps("chunked-loss-measured-peak")
 def test_what_a_plan_predicts_is_of_the_batch_that_takes_most_under_it(step):
     other = wide(51_000)
-    plan = plan_for_all(step, [other, LONG], PlanSettings("0.7x"))
+    plan = plan_for_all(step, [other, LONG], "0.7x")
     assert plan.plain_peak_bytes == step.step_figures(LONG, 1).peak_bytes > step.step_figures(other, 1).peak_bytes
     of_long, of_wide = peaks_under(step, plan, LONG, other)
     assert plan.peak_bytes == of_wide > of_long
@@ -115,21 +116,16 @@ def test_the_steps_to_come_count_for_batches_of_one_shape(step, monkeypatch):
     monkeypatch.setattr("tightfit.integrations.planning.plan_asked", refused)
     for batches in ([LONG], [LONG, copy.deepcopy(LONG)], [LONG, wide(16)]):
         with pytest.raises(CannotFit):
-            plan_for_all(replace(step, steps=70), batches, PlanSettings(1))
+            plan_for_all(step.but(steps=70), batches, 1)
     assert counted == [70, 70, None]
 
 
 @pytest.mark.keeps("guest-plan-fits-batch")
 @pytest.mark.slow  # a plan for each batch
 def test_where_no_plan_for_the_largest_batch_fits_all_one_for_another_does(step):
-    other, plan_settings = wide(56_000), PlanSettings("0.7x")
-    plan = plan_for_all(step, [other, LONG], plan_settings)
-    assert (
-        tightened(
-            step, plan_one(step, LONG, replace(plan_settings, budget=plan.budget_bytes)), LONG, [other], plan_settings
-        )
-        is None
-    )
+    other = wide(56_000)
+    plan = plan_for_all(step, [other, LONG], "0.7x")
+    assert tightened(step, plan_one(step, LONG, plan.budget_bytes), LONG, [other]) is None
     assert max(peaks_under(step, plan, LONG, other)) == plan.peak_bytes <= plan.budget_bytes
 
 
@@ -139,4 +135,4 @@ def test_where_no_plan_fits_all_what_another_batch_takes_is_told(step):
     with pytest.raises(
         CannotFit, match=r"the plan for the longest batch does not fit another one, which needs .* under"
     ):
-        plan_for_all(step, [wide(62_000), LONG], PlanSettings("0.7x"))
+        plan_for_all(step, [wide(62_000), LONG], "0.7x")

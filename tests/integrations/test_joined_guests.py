@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from made_up_devices import even
 from tightfit.errors import LeverError
 from tightfit.integrations.model_ranks import ALONE, ranks_of_model
-from tightfit.integrations.planning import GuestStep, PlanSettings, plan_for_all
-from tightfit.step import model_loss
+from tightfit.integrations.planning import GuestStep, plan_for_all
+from tightfit.planner.request import Request
 from tiny import decoder, token_batch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
@@ -43,9 +43,9 @@ def test_a_guests_plan_has_the_buckets_of_its_own_ddp(one_rank, monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     plans = [
         plan_for_all(
-            GuestStep(model, model_loss, optimizer, torch.device("cpu"), ranks=ranks),
+            GuestStep(Request.of(model, None, optimizer=optimizer, device=torch.device("cpu")), ranks),
             [token_batch(2, 32)],
-            PlanSettings("4GiB"),
+            "4GiB",
         )
         for ranks in (ALONE, joined)
     ]

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from tightfit.errors import LeverError
-from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, measure_weighing
 from tightfit.levers.micro_batch import IGNORE_INDEX, as_parts, split_batch, valid_tokens
 
@@ -67,16 +66,11 @@ def only_whole(model, batch):
     return model(batch["input_ids"]).view(2, -1).std(0).mean()[None].sum() if len(batch["input_ids"]) > 1 else 1 / 0
 
 
-def step(loss, model=None):
-    model = model or Model()
-    return GuestStep(model, loss, torch.optim.SGD(model.parameters()), torch.device("cpu"))
-
-
 @pytest.mark.parametrize("loss", [sum_of_next, mean_of_next, mean_of_labels, mean_of_samples])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_with_the_weighing_that_is_found_micro_batches_make_the_loss_of_their_batch(loss, ragged):
     whole = batch()
-    found = measure_weighing(step(loss), whole)
+    found = measure_weighing(Model(), whole, loss)
     if ragged:
         whole["labels"][1, 4:] = IGNORE_INDEX
         whole["labels"][3, :20] = IGNORE_INDEX
@@ -92,9 +86,9 @@ def test_with_the_weighing_that_is_found_micro_batches_make_the_loss_of_their_ba
 
 
 def test_the_first_label_counts_only_where_the_loss_does_not_shift():
-    assert measure_weighing(step(sum_of_next), batch()) is SUM
-    assert measure_weighing(step(mean_of_next), batch()) is NEXT_TOKENS
-    assert measure_weighing(step(mean_of_labels), batch()).count(batch(2, 5)) == 10
+    assert measure_weighing(Model(), batch(), sum_of_next) is SUM
+    assert measure_weighing(Model(), batch(), mean_of_next) is NEXT_TOKENS
+    assert measure_weighing(Model(), batch(), mean_of_labels).count(batch(2, 5)) == 10
 
 
 @pytest.mark.parametrize(
@@ -107,14 +101,14 @@ def test_the_first_label_counts_only_where_the_loss_does_not_shift():
 )
 def test_a_loss_that_does_not_come_of_its_parts_is_told(loss, why):
     with pytest.raises(LeverError, match=why):
-        measure_weighing(step(loss), batch())
+        measure_weighing(Model(), batch(), loss)
 
 
 def test_measuring_moves_nothing():
     model, whole = Model(), batch()
     model.dropout.eval()
     before, state = {n: t.clone() for n, t in whole.items()}, torch.get_rng_state()
-    measure_weighing(step(mean_of_next, model), whole)
+    measure_weighing(model, whole, mean_of_next)
     assert (model.training, model.dropout.training, model.head.training) == (True, False, True)
     assert torch.get_rng_state().equal(state)
     assert all(p.grad is None for p in model.parameters())

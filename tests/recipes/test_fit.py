@@ -14,7 +14,7 @@ from command_line import tightfit as run
 from made_up_devices import even
 from tightfit import TokenBatch
 from tightfit.cli.question import Question
-from tightfit.cli.recipe_subject import recipe_subject
+from tightfit.cli.recipe_subject import recipe_subject, wanted
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, ConfigError, DataError, InputError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
@@ -341,7 +341,7 @@ def test_options_settle_what_they_name_and_the_model_is_asked_about_without_them
     question = Question(model="cpu8", device="rtx4090", dtype="bf16", step_in_backward=True, optimizer="adamw8bit")
     subject = recipe_subject(question)
     assert {p.dtype for p in subject.asked.model.parameters()} == {torch.float32}
-    tried = recipes_for(lookup("rtx4090"), subject.wanted, may_adapt=True)
+    tried = recipes_for(lookup("rtx4090"), wanted(subject), may_adapt=True)
     assert tried == [Recipe("bf16", optimizer="adamw8bit", step_in_backward=True)]
 
 

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tightfit.cli.adapter import adapter_of
+from tightfit.cli.asking import planned
 from tightfit.cli.question import LENGTH, LEVERS, SIZE, Question
-from tightfit.cli.subject import budget_of, built, subject_of
+from tightfit.cli.subject import Subject, built, subject_of
 from tightfit.cli.waiting import say
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
@@ -27,119 +28,82 @@ from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_re
 from tightfit.recipes.written import YAML, WrittenSections, model_section, next_steps, written
 from tightfit.step import Optimizer
 from tightfit.tracing.build import build_dry
-from tightfit.training.config import AdapterConfig, Config, PretrainedModel, load_config
+from tightfit.training.config import Config, PretrainedModel, load_config
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.purpose import refuse_teacher
 
 
-@dataclass(frozen=True)
-class RecipeSubject:
-    """A question of `fit`, built."""
-
-    question: Question
-    asked: Request
-    wanted: Wanted
-    name: str
-    budget: int | str | None
-    setting: Callable[[], WrittenSections]
-    optimizer: OptimizerOf = optimizer_of
-
-    def recipes(self, notice: Callable[[str], None]) -> Recipes:
-        # A command is alone in its process, so that it may fork.
-        return recipes_of(
-            self.asked,
-            self.budget,
-            self.wanted,
-            optimizer=self.optimizer,
-            notice=notice,
-            name=self.name,
-            processes=os.cpu_count() or 1,
-        )
-
-    def written(self, outcome: Outcome, as_: str = YAML) -> str:
-        """The recipe as a configuration, or as a script for another library."""
-        return written(outcome, self.setting(), as_)
-
-    def next_steps(self, outcome: Outcome, path: Path, as_: str | None) -> list[str]:
-        """The next steps with the recipe that was written to `path`, a line each."""
-        return next_steps(str(path), outcome, self.setting(), as_ or YAML)
-
-    def refusal(self, found: Recipes) -> Refusal:
-        """The refusal of a question for which no recipe fits. On several cards it is the row that needs least."""
-        asked = self.asked.but(optimizer=self.wanted.optimizer or "adamw")
-        if self.asked.step.world_size is not None:
-            row = min(found, key=lambda row: (-row.world_size, row.needed_bytes))
-            model = Models(self.asked.model).of(row.recipe)
-            asked = with_recipe(self.asked, row.recipe, model, self.optimizer)
-            asked = asked.but(parallel=row.parallel)
-        return Refusal(Search(asked.checked(may_choose=True), found.budget_bytes), recipes_tried=True)
-
-    def planned_as(self, outcome: Outcome, path: Path) -> Outcome:
-        """The outcome with the figures of the plan of the configuration that was written."""
-        subject = subject_of(Question(config=str(path), device=self.question.device), dry=True)
-        plan = subject.plan(budget_of(subject))
-        tokens = token_count(self.asked.batch)
-        rounding = [lever for lever in plan.levers if lever.exactness is not Exactness.EXACT]
-        return replace(
-            outcome,
-            peak_bytes=plan.peak_bytes,
-            needed_bytes=plan.peak_bytes,
-            step_seconds=plan.step_seconds,
-            host_seconds=plan.planned.host_seconds,
-            device_seconds=plan.planned.device_seconds,
-            tokens_per_second=tokens / plan.step_seconds if tokens and plan.step_seconds else None,
-            levers=tuple(lever.name for lever in plan.levers),
-            rounds=bool(rounding),
-            plan=plan,
-        )
-
-
-def recipe_subject(question: Question) -> RecipeSubject:
-    """The subject of a question of `fit`. Raises `InputError` and its like."""
+def recipe_subject(question: Question) -> Subject:
+    """The subject of a question of `fit`: the model below any adapters. Raises `InputError` and its like."""
     return _of_config(question) if question.config is not None else _of_model(question)
 
 
-def _of_model(question: Question) -> RecipeSubject:
-    source, attention = question.model, question.attention
-    assert source is not None, "the question has a --model"
-    wanted = _wanted(question, None if question.adapter is None else adapter_of(question.adapter, question.base))
-    question = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
-    asked = _with_figures(built(question, dry=True).asked.but(levers=question.allowed or LEVERS))
-
-    def setting() -> WrittenSections:
-        if is_denoiser(asked.model):
-            raise InputError(
-                f"--model {source} is a diffusion model, which your own loop trains: no configuration can be written "
-                "of its recipe, plan its step there with tightfit.plan"
-            )
-        return WrittenSections(
-            model={**_section_of(source), **({} if attention is None else {"attention": attention})},
-            device=question.device,
-            budget=_budget(question.budget, asked),
-            levers=question.allowed or LEVERS,
-            batch_size=question.batch_size or SIZE,
-            sequence_length=question.seq_len or LENGTH,
-            grad_clip=question.grad_clip,
-            vocabulary=vocabulary_size(asked.model),
-        )
-
-    return RecipeSubject(question, asked, wanted, source, question.budget, setting)
+def recipes(subject: Subject, notice: Callable[[str], None]) -> Recipes:
+    """The recipes for a subject. A command is alone in its process, so that it may fork."""
+    return recipes_of(
+        subject.asked,
+        subject.budget,
+        wanted(subject),
+        optimizer=_optimizers(subject),
+        notice=notice,
+        name=subject.name,
+        processes=os.cpu_count() or 1,
+    )
 
 
-def _section_of(source: str) -> dict[str, Any]:
-    if Path(source).suffix in (".yaml", ".yml"):
-        return _dumped(load_config(source))["model"]
-    return model_section(source)
+def recipe_text(subject: Subject, outcome: Outcome, as_: str = YAML) -> str:
+    """The recipe as a configuration, or as a script for another library."""
+    return written(outcome, _sections(subject), as_)
 
 
-def _of_config(question: Question) -> RecipeSubject:
+def after_writing(subject: Subject, outcome: Outcome, path: Path, as_: str | None) -> list[str]:
+    """The next steps with the recipe that was written to `path`, a line each."""
+    return next_steps(str(path), outcome, _sections(subject), as_ or YAML)
+
+
+def refusal(subject: Subject, found: Recipes) -> Refusal:
+    """The refusal of a question for which no recipe fits. On several cards it is the row that needs least."""
+    asked = subject.asked.but(optimizer=wanted(subject).optimizer or "adamw")
+    if asked.step.world_size is not None:
+        row = min(found, key=lambda row: (-row.world_size, row.needed_bytes))
+        model = Models(asked.model).of(row.recipe)
+        asked = with_recipe(subject.asked, row.recipe, model, _optimizers(subject)).but(parallel=row.parallel)
+    return Refusal(Search(asked.checked(may_choose=True), found.budget_bytes), recipes_tried=True)
+
+
+def planned_as(subject: Subject, outcome: Outcome, path: Path) -> Outcome:
+    """The outcome with the figures of the plan of the configuration that was written."""
+    plan = planned(subject_of(Question(config=str(path), device=subject.question.device), dry=True))
+    tokens = token_count(subject.asked.batch)
+    rounding = [lever for lever in plan.levers if lever.exactness is not Exactness.EXACT]
+    return replace(
+        outcome,
+        peak_bytes=plan.peak_bytes,
+        needed_bytes=plan.peak_bytes,
+        step_seconds=plan.step_seconds,
+        host_seconds=plan.planned.host_seconds,
+        device_seconds=plan.planned.device_seconds,
+        tokens_per_second=tokens / plan.step_seconds if tokens and plan.step_seconds else None,
+        levers=tuple(lever.name for lever in plan.levers),
+        rounds=bool(rounding),
+        plan=plan,
+    )
+
+
+def _of_model(question: Question) -> Subject:
+    assert question.model is not None, "the question has a --model"
+    below = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
+    asked = _with_figures(built(below, dry=True).asked.but(levers=question.allowed or LEVERS))
+    return Subject(question.model, asked, question)
+
+
+def _of_config(question: Question) -> Subject:
     assert question.config is not None, "the question has a CONFIG"
     config = load_config(question.config, question.settings)
     refuse_teacher(config, "a prediction")
-    training, section = config.training, config.model
+    section = config.model
     if isinstance(section, PretrainedModel) and section.gguf_file is not None:
         raise InputError(f"{question.config}: model.gguf_file cannot be asked about here: name the model's folder")
-    adapter = section.adapter if isinstance(section, PretrainedModel) else None
     asked = built(question, dry=True).asked
     if isinstance(section, PretrainedModel):
         bare = section.model_copy(update={"adapter": None, "random_init": True, "dtype": "fp32"})
@@ -147,28 +111,62 @@ def _of_config(question: Question) -> RecipeSubject:
         bare = replace(section, dtype="fp32")
     levers = config.memory.levers or "exact"
     asked = asked.but(model=build_dry(lambda: build_model(bare)), levers=levers, step_in_backward=False)
-    asked = _with_figures(asked)
+    return Subject(question.config, _with_figures(asked), question, config)
+
+
+def _optimizers(subject: Subject) -> OptimizerOf:
+    """The function that makes the optimizer of a recipe: with the settings of CONFIG, where there is one."""
+    if subject.config is None:
+        return optimizer_of
+    training = subject.config.training
 
     def optimizer(recipe: Recipe) -> Optimizer:
         keys = {"optimizer": recipe.optimizer, "step_in_backward": recipe.step_in_backward}
         return OptimizerRecipe(training.model_copy(update=keys))
 
-    def setting() -> WrittenSections:
+    return optimizer
+
+
+def _sections(subject: Subject) -> WrittenSections:
+    """The configuration that a recipe is written into."""
+    question, config, asked = subject.question, subject.config, subject.asked
+    levers: Any = asked.levers_named
+    budget = subject.budget or ("100%" if asked.device.kind == "cuda" else "80%")
+    if config is not None:
         sections = _dumped(config)
         return WrittenSections(
             model=sections["model"],
             sections=sections,
             device=question.device,
-            budget=_budget(config.memory.budget, asked),
+            budget=budget,
             levers=levers if isinstance(levers, str) else list(levers),
-            batch_size=training.batch_size,
+            batch_size=config.training.batch_size,
             sequence_length=config.data.sequence_length,
-            grad_clip=training.grad_clip,
+            grad_clip=config.training.grad_clip,
         )
+    assert question.model is not None, "the question has a --model"
+    if is_denoiser(asked.model):
+        raise InputError(
+            f"--model {question.model} is a diffusion model, which your own loop trains: no configuration can be "
+            "written of its recipe, plan its step there with tightfit.plan"
+        )
+    attention = {} if question.attention is None else {"attention": question.attention}
+    return WrittenSections(
+        model={**_section_of(question.model), **attention},
+        device=question.device,
+        budget=budget,
+        levers=levers,
+        batch_size=question.batch_size or SIZE,
+        sequence_length=question.seq_len or LENGTH,
+        grad_clip=question.grad_clip,
+        vocabulary=vocabulary_size(asked.model),
+    )
 
-    wanted = _wanted(question, adapter)
-    budget = config.memory.budget
-    return RecipeSubject(question, asked, wanted, question.config, budget, setting, optimizer)
+
+def _section_of(source: str) -> dict[str, Any]:
+    if Path(source).suffix in (".yaml", ".yml"):
+        return _dumped(load_config(source))["model"]
+    return model_section(source)
 
 
 def _dumped(config: Config) -> dict[str, Any]:
@@ -182,12 +180,13 @@ def _with_figures(asked: Request) -> Request:
     return asked.but(device=lookup(asked.step.device, notice=say))
 
 
-def _budget(budget: int | str | None, asked: Request) -> int | str:
-    return budget if budget is not None else "100%" if asked.device.kind == "cuda" else "80%"
-
-
-def _wanted(question: Question, adapter: AdapterConfig | None) -> Wanted:
+def wanted(subject: Subject) -> Wanted:
     """The choices that options have settled. An adapter of a CONFIG settles its shape, and `--base` what it is on."""
+    question, config = subject.question, subject.config
+    if config is not None:
+        adapter = config.model.adapter if isinstance(config.model, PretrainedModel) else None
+    else:
+        adapter = None if question.adapter is None else adapter_of(question.adapter, question.base)
     dtype: Any = None if question.dtype == "auto" else question.dtype
     return Wanted(
         dtype=dtype,

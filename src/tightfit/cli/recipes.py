@@ -15,7 +15,7 @@ from tightfit.cli.waiting import Waiting, seldom_collecting
 from tightfit.errors import CannotFit, InputError
 
 if TYPE_CHECKING:
-    from tightfit.cli.recipe_subject import RecipeSubject
+    from tightfit.cli.subject import Subject
     from tightfit.recipes.listed import Recipes
     from tightfit.recipes.records import Outcome
 
@@ -83,7 +83,7 @@ def fit(
     if output is not None and question.world_size is not None:
         raise InputError("--output writes a recipe of one process, and --world-size is given: leave one out")
     question = _with_tokens(question, tokens_per_step)
-    from tightfit.cli.recipe_subject import recipe_subject
+    from tightfit.cli.recipe_subject import after_writing, recipe_subject, refusal
     from tightfit.recipes.table import describe_recipes
 
     with seldom_collecting():
@@ -94,10 +94,10 @@ def fit(
     if output is None and found.fitting and not as_json:
         show("\nNext: the same command with --pick N --output run.yaml writes row N to plan and train.")
     if chosen is not None and output is not None and not as_json:
-        show("\n".join(["", f"Written to {output}: {chosen.name}.", *subject.next_steps(chosen, output, as_)]))
+        show("\n".join(["", f"Written to {output}: {chosen.name}.", *after_writing(subject, chosen, output, as_)]))
     if not found.fitting:
         least = min(outcome.needed_bytes for outcome in found)
-        raise CannotFit(found.sentence, least, refusal=subject.refusal(found))
+        raise CannotFit(found.sentence, least, refusal=refusal(subject, found))
 
 
 def check_kind(as_: str | None) -> None:
@@ -109,9 +109,11 @@ def check_kind(as_: str | None) -> None:
 
 
 def _answered(
-    subject: "RecipeSubject", pick: int | None, output: Path | None, as_: str | None, notice: Callable[[str], None]
+    subject: "Subject", pick: int | None, output: Path | None, as_: str | None, notice: Callable[[str], None]
 ) -> "tuple[Recipes, Outcome | None]":
-    found = subject.recipes(notice)
+    from tightfit.cli.recipe_subject import planned_as, recipe_text, recipes
+
+    found = recipes(subject, notice)
     if output is None or not found.fitting:
         return found, None
     number = pick or 1
@@ -119,16 +121,16 @@ def _answered(
         raise InputError(f"--pick {number}: {len(found.fitting)} recipes fit: give a number up to that")
     picked = found[number - 1]
     if as_ in (None, "yaml"):
-        _write_text(subject.written(picked), output)
+        _write_text(recipe_text(subject, picked), output)
         notice(f"{output}: planned in full")
-        chosen = subject.planned_as(picked, output)
+        chosen = planned_as(subject, picked, output)
     else:
-        subject.written(picked, as_)  # raises before the plan is made
+        recipe_text(subject, picked, as_)  # raises before the plan is made
         notice(f"{output}: planned in full")
         with tempfile.TemporaryDirectory() as folder:
-            _write_text(subject.written(picked), config := Path(folder) / "run.yaml")
-            chosen = subject.planned_as(picked, config)
-        _write_text(subject.written(chosen, as_), output)
+            _write_text(recipe_text(subject, picked), config := Path(folder) / "run.yaml")
+            chosen = planned_as(subject, picked, config)
+        _write_text(recipe_text(subject, chosen, as_), output)
     outcomes = [chosen if index == number else each for index, each in enumerate(found, start=1)]
     return replace(found, outcomes=tuple(outcomes)), chosen
 

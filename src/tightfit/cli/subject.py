@@ -47,14 +47,32 @@ PACKAGE = Path(tightfit.__file__).parent
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, a batch, and how their step is computed; answers the questions of the API about it."""
+    """A question, built: its step, and the configuration that it names; answers the questions of the API about it."""
 
     name: str
     asked: Request
-    optimizer: str  # by the name that the user knows
-    budget: int | str | None = None
-    recompute: RecomputeConfig | None = None  # set by hand
-    attention: str | None = None  # by name, if it was named
+    question: Question
+    config: Config | None = None
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer by the name that the user knows."""
+        given = self.question if self.config is None else self.config.training
+        return optimizer_in_words(given.optimizer or "adamw", bool(given.step_in_backward))
+
+    @property
+    def budget(self) -> int | str | None:
+        return self.question.budget if self.config is None else self.config.memory.budget
+
+    @property
+    def recompute(self) -> RecomputeConfig | None:
+        """The recompute that CONFIG asks for by hand."""
+        return None if self.config is None else self.config.memory.recompute
+
+    @property
+    def attention(self) -> str | None:
+        """The attention by name, if it was named."""
+        return self.question.attention if self.config is None else self.config.model.attention
 
     @property
     def model(self) -> nn.Module:
@@ -172,10 +190,8 @@ def _from_config(question: Question, dry: bool) -> Subject:
             host_budget=config.memory.host_budget,
             steps=training.max_steps,
         ),
-        optimizer=optimizer_in_words(training.optimizer, training.step_in_backward),
-        budget=config.memory.budget,
-        recompute=config.memory.recompute,
-        attention=config.model.attention,
+        question=question,
+        config=config,
     )
 
 
@@ -222,14 +238,13 @@ def _from_model(question: Question, dry: bool, inference: bool) -> Subject:
         )
     if batch is None:
         batch = batch_of(model, question.batch_size or SIZE, question.seq_len, "--seq-len", otherwise=LENGTH)
-    optimizer = question.optimizer or "adamw"
     return Subject(
         name=f"{question.model} ({type(model).__name__})",
         asked=Request.of(
             model=model,
             batch=batch,
             loss=loss,
-            optimizer=optimizer,
+            optimizer=question.optimizer or "adamw",
             precision=cast(Precision, question.precision or "fp32"),  # checked with the other arguments
             device=question.device,
             micro_batches=1 if question.micro_batches is None else question.micro_batches,
@@ -240,9 +255,7 @@ def _from_model(question: Question, dry: bool, inference: bool) -> Subject:
             blocks=question.blocks,
             host_budget=question.host_budget,
         ),
-        optimizer=optimizer_in_words(optimizer, bool(question.step_in_backward)),
-        budget=question.budget,
-        attention=question.attention,
+        question=question,
     )
 
 

@@ -9,11 +9,13 @@ from torch import nn
 from tightfit.integrations.applied_plans import note, take_off_earlier
 from tightfit.integrations.checkpointing import take_over, what_is_taken_over
 from tightfit.integrations.model_ranks import ranks_of_model
-from tightfit.integrations.planning import GuestStep, PlanSettings, own_peak, plan_for_all
+from tightfit.integrations.planning import GuestStep, own_peak, plan_for_all, without_micro_batches
 from tightfit.planner.apply import AppliedPlan
+from tightfit.planner.request import Request
 from tightfit.ranks.processes.once import is_first
 from tightfit.runtime.module_paths import without_ddp
-from tightfit.step import AUTOCAST_DTYPES, Batch, Loss, model_loss
+from tightfit.step import AUTOCAST_DTYPES, Batch, Loss
+from tightfit.units import check_budget
 
 __all__ = ["apply_budget"]
 
@@ -56,25 +58,28 @@ def apply_budget(
     every_batch: Any = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     defers = accelerator.is_fsdp2 and not every_batch
     ranks = ranks_of_model(model, "apply_budget", no_sync=not every_batch, shards_no_sync=defers)
+    check_budget(budget)
     model = without_ddp(model)
     take_off_earlier(model)
     mixed: Any = accelerator.mixed_precision
-    step = GuestStep(
-        model=model,
-        loss=loss or model_loss,
+    request = Request.of(
+        model,
+        None,
+        loss=loss,
         optimizer=getattr(optimizer, "optimizer", optimizer),
         device=accelerator.device,
         precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
-        accumulated=accelerator.gradient_accumulation_steps,
+        micro_batches=accelerator.gradient_accumulation_steps,
         grad_clip=grad_clip,
-        ranks=ranks,
+        levers=without_micro_batches(levers),
+        blocks=blocks,
     )
-    plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
+    step = GuestStep(request, ranks)
     # The user's checkpointing inside planned blocks would recompute twice, so the plan is made with it switched off.
     taken = take_over(model)
     try:
         own = own_peak(step, [batch], taken)
-        plan = plan_for_all(step, [batch], plan_settings)
+        plan = plan_for_all(step, [batch], budget)
         applied = plan.apply(model)
     except BaseException:
         if taken is not None:

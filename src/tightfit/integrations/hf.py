@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from tightfit.integrations.batches import checked_length
 from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
 from tightfit.integrations.missing import missing_package
 from tightfit.integrations.model_ranks import ALONE, ranks_of_model
-from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
+from tightfit.integrations.planning import GuestStep, figures, own_peak, plan_for_all, without_micro_batches
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
 from tightfit.integrations.weighing import Weighing, measure_weighing
@@ -38,6 +37,7 @@ from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.ranks.processes.once import is_first
 from tightfit.step import Batch, adding_up
+from tightfit.units import check_budget
 from tightfit.verification import verify
 
 try:
@@ -78,7 +78,8 @@ class MemoryBudget(TrainerCallback):
         verify: bool = False,
         recover: bool = False,
     ):
-        self.plan_settings = PlanSettings(budget, levers, blocks)
+        check_budget(budget)
+        self.budget, self.levers, self.blocks = budget, levers, blocks
         self.max_length = checked_length(max_length)
         self.verifies = verify
         self.recovers = recover
@@ -166,22 +167,24 @@ class MemoryBudget(TrainerCallback):
 
     def _planned(self, trainer: Trainer, model: Any, loader: Any, taken: TakenOver | None) -> Plan:
         batches = trainer_batches(trainer, loader, self.max_length)
-        step = trainer_step(trainer, model, batches[-1], self._joined)
+        step = trainer_step(trainer, model, batches[-1], self._joined).but(levers=self.levers, blocks=self.blocks)
         self.own_peak_bytes = own_peak(step, batches, taken)
-        splits = MicroBatches.name in allowed_levers(self.plan_settings.levers)
+        splits = MicroBatches.name in allowed_levers(self.levers)
         try:
             self.weighing = self._measured(trainer, step, batches[-1]) if splits else None
         except LeverError as error:
-            if not isinstance(self.plan_settings.levers, str | None):
+            if not isinstance(self.levers, str | None):
                 raise LeverError(f"micro_batch: {type(trainer).__name__} cannot split its batches: {error}") from error
             logger.info("micro_batch is left out: %s", error)
             splits = False
         if self.weighing is not None:
-            step = replace(step, loss=TrainerLoss(trainer, step.loss.items, self.weighing))
-        settings = self.plan_settings if splits else self.plan_settings.without_micro_batches()
+            loss: Any = step.request.loss
+            step = step.but(loss=TrainerLoss(trainer, loss.items, self.weighing))
+        if not splits:
+            step = step.but(levers=without_micro_batches(self.levers))
         hosted = [on_device(batch, "cpu") for batch in batches]
-        plan = plan_for_all(step, hosted, settings)
-        self._plan_within = lambda bound: plan_for_all(step, hosted, replace(settings, budget=bound))
+        plan = plan_for_all(step, hosted, self.budget)
+        self._plan_within = lambda bound: plan_for_all(step, hosted, bound)
         if self.verifies:
             prove(step, batches[0], plan)
         return plan
@@ -199,7 +202,7 @@ class MemoryBudget(TrainerCallback):
             raise LeverError("only FrugalTrainer does")
         if getattr(config, "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
             raise LeverError("a router's loss is no sum over micro-batches")
-        return None if batch_size(batch) == 1 else measure_weighing(step, batch)
+        return None if batch_size(batch) == 1 else measure_weighing(step.model, batch, step.request.loss)
 
     def _alone_and_first_among(self, callbacks: list[TrainerCallback]) -> None:
         """Before those who report: they find the memory in the logs. Raises `LeverError` for a second budget."""
@@ -313,7 +316,7 @@ def prove(step: GuestStep, batch: Batch, plan: Plan) -> None:
     The part is the smallest that can be split as the plan says: the plain run has to find room too.
     """
     part = first_samples(step.whole(batch), plan.micro_batches)
-    found = verify(step.model, part, plan, loss=step.loss)
+    found = verify(step.model, part, plan, loss=step.request.loss)
     if not found.ok:
         raise VerificationFailed(f"the plan is not what the plain training computes: {found}")
     logger.warning("memory plan verified on %d samples: %s", plan.micro_batches, found)

@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +35,7 @@ from tightfit.integrations.lightning_step import (
 )
 from tightfit.integrations.missing import missing_package
 from tightfit.integrations.model_ranks import ALONE, ranks_of_model
-from tightfit.integrations.planning import GuestStep, PlanSettings, figures, own_peak, plan_for_all
+from tightfit.integrations.planning import GuestStep, figures, own_peak, plan_for_all, without_micro_batches
 from tightfit.integrations.recovering import GuestRecovery
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import apply_rule
@@ -50,6 +49,7 @@ from tightfit.planner.step_figures import fingerprint
 from tightfit.ranks.processes.once import is_first
 from tightfit.runtime.nested import Flattened, flatten
 from tightfit.step import Batch
+from tightfit.units import check_budget
 
 __all__ = ["FrugalModule", "MemoryBudget", "checkpoint_blocks"]
 
@@ -114,7 +114,8 @@ class MemoryBudget(Callback):
         max_length: int | None = None,
         recover: bool = False,
     ):
-        self.plan_settings = PlanSettings(budget, levers, blocks).without_micro_batches()
+        check_budget(budget)
+        self.budget, self.levers, self.blocks = budget, without_micro_batches(levers), blocks
         self.recovers = recover
         self.max_length = checked_length(max_length)
         self.plan: Plan | None = None
@@ -150,7 +151,7 @@ class MemoryBudget(Callback):
         traits = step_traits(trainer, pl_module)
         if self._extents.cover(leaves, traits):
             return
-        step = lightning_step(trainer, pl_module, flat, batch_idx, self._joined)
+        step = self._step(trainer, pl_module, flat, batch_idx)
         with muted(pl_module), suppress(SkippedBatch):
             if not self._holds(step, leaves, traits):
                 plan = self._plan_anew(step, leaves, traits)
@@ -190,6 +191,10 @@ class MemoryBudget(Callback):
             self._applied.undo()
             self._applied = None
 
+    def _step(self, trainer: Any, pl_module: Any, flat: Flattened, batch_idx: int) -> GuestStep:
+        step = lightning_step(trainer, pl_module, flat, batch_idx, self._joined)
+        return step.but(levers=self.levers, blocks=self.blocks)
+
     def _holds(self, step: GuestStep, leaves: Batch, traits: Hashable) -> bool:
         """True if the plan there is, of a smaller batch or of a checkpoint, will do; if so it is in force."""
         plan, device = self.plan, lookup(step.device).name
@@ -198,7 +203,7 @@ class MemoryBudget(Callback):
         if self._extents.are_of_another(traits):
             return False
         if self._applied is None:
-            if plan.budget_bytes != step.budget_bytes(self.plan_settings.budget, plan.plain):
+            if plan.budget_bytes != step.budget_bytes(self.budget, plan.plain):
                 return False
             self._apply(step.model, plan)
         return step.peak_bytes([leaves], step.accumulated) <= plan.budget_bytes - UNSEEN_BYTES
@@ -208,12 +213,12 @@ class MemoryBudget(Callback):
         another one.
         """
         plan = None if self._applied is None or self._extents.are_of_another(traits) else self.plan
-        plan_settings = self.plan_settings if plan is None else replace(self.plan_settings, budget=plan.budget_bytes)
+        budget = self.budget if plan is None else plan.budget_bytes
         self._take_off()
         taken = take_over(step.model)
         try:
             self.own_peak_bytes = own_peak(step, [leaves], taken)
-            made = self._plan_for_all(step, leaves, plan_settings)
+            made = self._plan_for_all(step, leaves, budget)
         finally:
             if taken is not None:
                 taken.remove()
@@ -221,15 +226,15 @@ class MemoryBudget(Callback):
         self.plan = made
         return made
 
-    def _plan_for_all(self, step: GuestStep, leaves: Batch, plan_settings: PlanSettings) -> Plan:
+    def _plan_for_all(self, step: GuestStep, leaves: Batch, budget: int | str) -> Plan:
         """A plan for this batch and those like the ones before, but where the module skips such a one for its values:
         then those are checked when they come again.
         """
         try:
-            return plan_for_all(step, self._extents.batches(leaves), plan_settings)
+            return plan_for_all(step, self._extents.batches(leaves), budget)
         except SkippedBatch:
             self._extents = Extents()
-            return plan_for_all(step, [leaves], plan_settings)
+            return plan_for_all(step, [leaves], budget)
 
     def _apply(self, model: nn.Module, plan: Plan) -> None:
         taken = take_over(model)
@@ -250,10 +255,9 @@ class MemoryBudget(Callback):
             assert self._in_force is not None
             batch, index = self._batch
             flat = flattened(batch)
-            step = lightning_step(trainer, pl_module, flat, index, self._joined)
-            settings = replace(self.plan_settings, budget=bound_bytes)
+            step = self._step(trainer, pl_module, flat, index)
             with muted(pl_module):
-                self.plan = self._in_force.replace(lambda: self._plan_for_all(step, self._longest(flat), settings))
+                self.plan = self._in_force.replace(lambda: self._plan_for_all(step, self._longest(flat), bound_bytes))
             return self.plan
 
         optimizer = trainer.optimizers[0]

@@ -13,6 +13,7 @@ from tightfit.errors import LeverError, ModelError
 from tightfit.integrations.model_ranks import ALONE, ModelRanks
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.recovering import GuestRecovery
+from tightfit.planner.request import Request
 from tightfit.runtime.nested import Flattened
 from tightfit.step import Batch, Precision
 
@@ -67,17 +68,18 @@ def lightning_step(trainer: Any, module: Any, batch: Flattened, batch_idx: int, 
         return value
 
     optimizer = trainer.optimizers[0]
-    return GuestStep(
-        model=module,
+    request = Request.of(
+        module,
+        None,
         loss=loss,
         optimizer=getattr(optimizer, "optimizer", optimizer),
         device=module.device,
         precision=_PRECISIONS.get(str(trainer.precision), "fp32"),
-        accumulated=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
+        micro_batches=max(trainer.accumulate_grad_batches, 2 if keeps_gradients(trainer, module) else 1),
         grad_clip=(trainer.gradient_clip_val or None) if by_norm else None,
         steps=steps_to_come(trainer),
-        ranks=ranks,
     )
+    return GuestStep(request, ranks)
 
 
 def _trained_step(trainer: Any, module: Any, model: nn.Module, arguments: tuple[Any, ...]) -> Any:

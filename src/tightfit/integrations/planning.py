@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,65 +24,62 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
 from tightfit.planner.request import Request, device_of_a_rank
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.step import Batch, Loss, Precision
-from tightfit.units import check_budget, format_bytes, parse_budget
+from tightfit.step import Batch
+from tightfit.units import format_bytes, parse_budget
 
 logger = logging.getLogger(__name__)
 
 TIGHTENINGS = 4  # the number of attempts to make a plan that fits another batch too
 
 
-@dataclass(frozen=True)
-class PlanSettings:
-    """The user's budget, levers and blocks, as in `tightfit.plan`. Raises `BudgetError` for an invalid budget."""
-
-    budget: int | str
-    levers: str | Sequence[str] | None = None
-    blocks: str | None = None
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
-
-    def without_micro_batches(self) -> "PlanSettings":
-        """The settings without the lever micro-batches, for loops of other libraries, which run the batch."""
-        return replace(self, levers=sorted(allowed_levers(self.levers) - {MicroBatches.name}))
+def without_micro_batches(levers: str | Sequence[str] | None) -> list[str]:
+    """The levers for loops of other libraries, which run the batch as it is."""
+    return sorted(allowed_levers(levers) - {MicroBatches.name})
 
 
 @dataclass(frozen=True)
 class GuestStep:
-    """A training step of another library: `accumulated` batches, then one update.
+    """A training step of another library: as many batches as `request.step.micro_batches` says, then one update.
 
-    `loss` computes the library's loss of one batch, in its own precision. Dry runs for CUDA add `precision` around it,
-    because their tensors are on the host, where the library's own autocast has no effect.
+    The request has no batch yet. Its `loss` computes the library's loss of one batch, in its own precision. Dry runs
+    for CUDA add `precision` around it, because their tensors are on the host, where the library's own autocast has no
+    effect.
     """
 
-    model: nn.Module
-    loss: Loss
-    optimizer: torch.optim.Optimizer
-    device: torch.device
-    precision: Precision = "fp32"
-    accumulated: int = 1
-    grad_clip: float | None = None
+    request: Request
     ranks: ModelRanks = ALONE
-    steps: int | None = None  # updates to come, where the loop knows
+
+    def but(self, **changes: Any) -> "GuestStep":
+        """The step with other arguments, by the names that `tightfit.plan` has for them."""
+        return replace(self, request=self.request.but(**changes))
+
+    @property
+    def model(self) -> nn.Module:
+        return self.request.step.model
+
+    @property
+    def device(self) -> torch.device:
+        return self.request.step.device
+
+    @property
+    def accumulated(self) -> int:
+        """The number of batches whose gradients the library adds up."""
+        return self.request.micro_batches
 
     def asked(self, batch: Batch, micro_batches: int) -> Request:
-        """The planner's arguments for the step, with all its batches like this one in the worst case.
+        """The request with a batch: all those of an update are like this one in the worst case.
 
         They are on the host: what is planned for would lie on the card beside the training.
         """
-        model, optimizer = self.ranks.whole(self.model, self.optimizer)
-        return Request.of(
+        step: Any = self.request.step
+        model, optimizer = self.ranks.whole(step.model, step.optimizer)
+        return self.request.but(
             model=model,
             batch=self.fullest(on_device(batch, "cpu")),
-            loss=self.loss,
             optimizer=optimizer,
-            precision="fp32" if self.device.type == "cpu" else self.precision,
-            device=self.device,
+            precision="fp32" if self.device.type == "cpu" else step.precision,
             micro_batches=micro_batches,
-            grad_clip=self.grad_clip,
             **self.ranks.arguments,
-            steps=self.steps,
         )
 
     def whole(self, batch: Batch) -> Batch:
@@ -107,23 +105,24 @@ class GuestStep:
         return parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
 
 
-def plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
+def plan_for_all(step: GuestStep, batches: Sequence[Batch], budget: int | str) -> Plan:
     """The plan for the batch that needs the most memory, which also fits every other batch. Raises `CannotFit`.
 
     The plan's figures are those of the batch that needs the most memory under it. Of several ranks, rank 0 makes it.
     """
     if not have_one_shape(batches):
-        step = replace(step, steps=None)  # each shape would be recorded anew, and the ninth not at all
-    make = partial(_plan_for_all, step, batches, plan_settings)
-    return step.ranks.plan(step.model, batches, plan_settings, make)
+        step = step.but(steps=None)  # each shape would be recorded anew, and the ninth not at all
+    make = partial(_plan_for_all, step, batches, budget)
+    settings = budget, step.request.levers_named, step.request.blocks
+    return step.ranks.plan(step.model, batches, settings, make)
 
 
-def _plan_for_all(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
+def _plan_for_all(step: GuestStep, batches: Sequence[Batch], budget: int | str) -> Plan:
     with step.ranks.apart():
-        return _plan_apart(step, batches, plan_settings)
+        return _plan_apart(step, batches, budget)
 
 
-def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
+def _plan_apart(step: GuestStep, batches: Sequence[Batch], asked: int | str) -> Plan:
     if step.ranks is ALONE:
         lookup(step.device, notice=logger.warning, measured=True)  # before the training
     # A shorter batch may need more memory, if its padding makes the model build a mask. So if no plan for the largest
@@ -131,18 +130,17 @@ def _plan_apart(step: GuestStep, batches: Sequence[Batch], plan_settings: PlanSe
     plain = [(step.step_figures(batch, step.accumulated), batch) for batch in batches]
     plain.sort(key=lambda pair: pair[0].peak_bytes, reverse=True)
     largest, ordered = plain[0][0], [batch for _, batch in plain]
-    budget = step.budget_bytes(plan_settings.budget, largest)
-    asked, plan_settings = plan_settings.budget, replace(plan_settings, budget=budget)
+    budget = step.budget_bytes(asked, largest)
     try:
-        first = plan_among(step, ordered[0], ordered[1:], plan_settings)
+        first = plan_among(step, ordered[0], ordered[1:], budget)
     except CannotFit as error:
         error.args = (f"{error}; the plain step takes {format_bytes(largest.peak_bytes)}, and {asked} was asked for",)
         raise
     for index, batch in enumerate(ordered):
         others = ordered[:index] + ordered[index + 1 :]
         with suppress(CannotFit):
-            plan = first if index == 0 else plan_among(step, batch, others, plan_settings)
-            plan = tightened(step, plan, batch, others, plan_settings)
+            plan = first if index == 0 else plan_among(step, batch, others, budget)
+            plan = tightened(step, plan, batch, others)
             if plan is not None:
                 return replace(plan, budget_bytes=budget, plain=largest)
     peak = worst_as_planned(step, first, ordered[1:]).peak_bytes
@@ -165,9 +163,7 @@ def own_peak(step: GuestStep, batches: Sequence[Batch], taken: TakenOver | None)
         return None
 
 
-def tightened(
-    step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch], plan_settings: PlanSettings
-) -> Plan | None:
+def tightened(step: GuestStep, plan: Plan, batch: Batch, others: Sequence[Batch]) -> Plan | None:
     """The plan for one batch, made again within a smaller budget until it fits the others; None if none does.
 
     Its figures are those of the batch that needs the most memory.
@@ -180,7 +176,7 @@ def tightened(
         # Lower the budget for this batch by what the worst batch lacks under the plan.
         bound -= planned.peak_bytes + UNSEEN_BYTES - budget
         try:
-            plan = plan_among(step, batch, others, replace(plan_settings, budget=bound))
+            plan = plan_among(step, batch, others, bound)
         except CannotFit:
             return None
     return None
@@ -195,33 +191,33 @@ def worst_as_planned(step: GuestStep, plan: Plan, others: Sequence[Batch]) -> St
     return max(plan.planned, *step_figures, key=lambda step_figures: step_figures.peak_bytes)
 
 
-def plan_among(step: GuestStep, batch: Batch, others: Sequence[Batch], plan_settings: PlanSettings) -> Plan:
+def plan_among(step: GuestStep, batch: Batch, others: Sequence[Batch], budget: int | str) -> Plan:
     """The plan for one batch of several. Its blocks are not held to the operators of that batch: with a mask they run
     others. What the plan's names keep of those is in the figures for that batch.
     """
-    plan = plan_one(step, batch, plan_settings)
+    plan = plan_one(step, batch, budget)
     return replace(plan, programs=()) if others else plan
 
 
-def plan_one(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:
+def plan_one(step: GuestStep, batch: Batch, budget: int | str) -> Plan:
     """The plan for one batch. Micro-batches split each accumulated batch in the same way."""
     try:
-        plan = _fastest(step, batch, plan_settings)
+        plan = _fastest(step, batch, budget)
     except CannotFit as error:
-        if plan_settings.blocks is not None or find_blocks(step.model):
+        if step.request.blocks is not None or find_blocks(step.model):
             raise
         raise CannotFit(
             f"{error}; {type(step.model).__name__} has no repeated block to recompute: name modules with blocks=",
             error.least_bytes,
             refusal=error.refusal,
         ) from error
-    optimizer = type(step.optimizer).__name__
-    return replace(plan, precision=step.precision, optimizer=optimizer)
+    own = step.request.step
+    return replace(plan, precision=own.precision, optimizer=type(own.optimizer).__name__)
 
 
-def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan:
+def _fastest(step: GuestStep, batch: Batch, budget: int | str) -> Plan:
     """The fastest plan that the loop can run. Its number of micro-batches must divide each accumulated batch."""
-    levers = allowed_levers(plan_settings.levers)
+    levers = allowed_levers(step.request.levers_named)
     counts = [step.accumulated]
     # The loop runs each accumulated batch by itself, so micro-batches must not reach over two of them.
     if MicroBatches.name in levers and step.accumulated > 1:
@@ -231,8 +227,7 @@ def _fastest(step: GuestStep, batch: Batch, plan_settings: PlanSettings) -> Plan
     plans, misfits = [], []
     for count in counts:
         try:
-            asked = step.asked(batch, count).but(levers=sorted(levers), blocks=plan_settings.blocks)
-            plans.append(plan_asked(asked, plan_settings.budget))
+            plans.append(plan_asked(step.asked(batch, count).but(levers=sorted(levers)), budget))
         except CannotFit as error:
             misfits.append(error)
     if not plans:

@@ -13,6 +13,7 @@ from tightfit.integrations.model_ranks import ALONE, ModelRanks
 from tightfit.integrations.planning import GuestStep
 from tightfit.integrations.rollouts import generates, rollout_batches
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
+from tightfit.planner.request import Request
 from tightfit.step import AUTOCAST_DTYPES, Batch
 from tightfit.tracing.restore import Contents
 
@@ -95,17 +96,18 @@ def trainer_step(
     items = items.cpu() if isinstance(items, torch.Tensor) else items
     optimizer: Any = trainer.optimizer
     mixed: Any = trainer.accelerator.mixed_precision
-    return GuestStep(
-        model=model,
+    request = Request.of(
+        model,
+        None,
         loss=TrainerLoss(trainer, items),
         optimizer=getattr(optimizer, "optimizer", optimizer),  # accelerate wraps the optimizer
         device=args.device,
         precision=mixed if mixed in AUTOCAST_DTYPES else "fp32",
-        accumulated=accumulated,
+        micro_batches=accumulated,
         grad_clip=args.max_grad_norm or None,
-        ranks=ranks,
         steps=max(1, trainer.state.max_steps - trainer.state.global_step),
     )
+    return GuestStep(request, ranks)
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from tightfit.errors import LeverError
-from tightfit.integrations.planning import GuestStep
 from tightfit.levers.micro_batch import IGNORE_INDEX, batch_size, valid_tokens
 from tightfit.planner.separation import trials
 from tightfit.runtime.aside import aside
-from tightfit.step import Batch, Part
+from tightfit.step import Batch, Loss, Part
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,14 @@ WEIGHINGS = (SUM, NEXT_TOKENS, Weighing(valid_labels), Weighing(batch_size))
 
 
 @aside()
-def measure_weighing(step: GuestStep, batch: Batch) -> Weighing:
+def measure_weighing(model: nn.Module, batch: Batch, loss: Loss) -> Weighing:
     """The first weighing for which the losses and gradients of samples combine into those of their batch.
 
     Dropout is off during the measurement. Model and random states are restored afterwards. Raises `LeverError` if no
     weighing fits, or if the loss of a single sample cannot be computed.
     """
     fitting = list(WEIGHINGS)
-    for trial in trials(step.model, batch, step.loss):
+    for trial in trials(model, batch, loss):
         fitting = [weighing for weighing in fitting if trial.adds_up(weighing.weighed)]
     if fitting:
         return fitting[0]
