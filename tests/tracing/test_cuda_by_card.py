@@ -112,7 +112,14 @@ def test_efficient_attentions_backward_uses_the_first_kernel_that_fits_the_cards
     numbers = tiles * (rows * columns + 4) + (2 * length * width if has_sums else 0)
     delta, product = 4 * heads * length, 4 * heads * length * width
     before = [delta] if dtype.itemsize == 2 else [product, delta, delta, -delta, -product]
-    assert scratch.blocks == (*[RESULT] * 3, *before, round_size(4 * heads * numbers))
+    expected = (*[RESULT] * 3, *before, round_size(4 * heads * numbers))
+    assert scratch.blocks == expected
+    # as from `nn.MultiheadAttention`, whose rows are (length, batch, heads, width)
+    other = TensorShape.of(
+        torch.empty(length, heads, 2, width, dtype=dtype, device="meta")[:, :, :1].permute(2, 1, 0, 3)
+    )
+    copied = role.workspace(name, [other, query, query, query, query], [query] * 3, ())
+    assert copied.blocks == (other.bytes, *expected)
 
 
 # 2048 rows of 512 numbers: the columns are combined by 16 blocks of threads that share 64 numbers of each. Measured by

@@ -26,6 +26,14 @@ def wide(x):
     return x.repeat(1, 8)
 
 
+def in_another_order(x, linear):
+    """A wide linear layer over rows in another order than they lie, of which a few numbers are kept."""
+    weight = torch.ones(1024, WIDTH, requires_grad=True)
+    return (
+        linear(x.view(8, WIDTH, WIDTH).transpose(0, 1), weight, torch.ones(1024)).amax(-1).view(-1, 1).expand(-1, WIDTH)
+    )
+
+
 FORMULAS = {
     "gather": lambda x, index: wide(x).gather(1, index[:, None].expand(-1, WIDTH)),
     "index": lambda x, index: wide(x)[index][:, :WIDTH],
@@ -56,6 +64,8 @@ FORMULAS = {
         torch.einsum("abc,adc->abd", wide(x).view(8, 64, -1), x.view(8, 8, -1)).reshape(-1, 8).repeat(1, 8)
     ),
     "product with a mask": lambda x, index: (wide(x) * (index[:, None] > 3).expand(-1, 512).clone())[:, :WIDTH],
+    "linear over other strides": lambda x, index: in_another_order(x, nn.functional.linear),
+    "linear as it is written": lambda x, index: in_another_order(x, lambda y, weight, bias: y @ weight.T + bias),
     "softplus, silu": lambda x, index: nn.functional.silu(nn.functional.softplus(wide(x)))[:, :WIDTH],
 }
 

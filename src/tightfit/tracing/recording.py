@@ -21,11 +21,12 @@ from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
 from tightfit.tracing.record import OperatorRecord, Phase
-from tightfit.tracing.rules import ADDED_IN_PLACE, inside
+from tightfit.tracing.rules import ADDED_IN_PLACE, PRODUCTS, inside
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
 
+MODE_DEPTH = 6  # frames between the `__torch_dispatch__` of a mode and that of the next one, at most
 OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tuple], float]
 
 
@@ -83,7 +84,8 @@ class Recording(TorchDispatchMode):
         self.gradients_before: tuple[str, ...] = ()
         self._costs: dict[Any, tuple[float, int]] = {}
         self._chooses: dict[Any, bool] = {}  # whether a call's results are indices
-        self._sum: tuple[int, int] | None = None  # the last sum of gradients: its left operand's storage, its time
+        self._sum: tuple[int, int] | None = None  # the last sum in place: its left operand's storage, its time
+        self._product: tuple[int, int, Any] | None = None  # the last product: its storage, its time, its caller
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -160,7 +162,7 @@ class Recording(TorchDispatchMode):
                 host_seconds=simulation.repeats * host, device_seconds=simulation.repeats * device, alone=alone,
             )
         )  # fmt: skip
-        self.note_sum(traits, inputs)
+        self.note_sum(traits, inputs, out)
 
     def note(
         self,
@@ -201,17 +203,33 @@ class Recording(TorchDispatchMode):
             )
         return price
 
-    # Autograd's own in-place operators, and the mask that plain attention adds to its scores on a card. Autograd adds
-    # into a gradient that nothing else holds, and scatters into new zeros, in place. Under a dispatch mode all this is
-    # out of place, which makes peaks up to 8% too high (Mamba, MusicGen). A view's base holds the memory as well, so
-    # autograd does not add into a view.
+    # PyTorch's own in-place operators: autograd's, the mask that plain attention adds to its scores, and the bias that
+    # `linear` adds to a product. Autograd adds into a gradient that nothing else holds, and scatters into new zeros, in
+    # place. Under a dispatch mode all this is out of place, which makes peaks up to 8% too high (Mamba, MusicGen). A
+    # view's base holds the memory as well, so autograd does not add into a view.
 
-    def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor]) -> None:
+    def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor], out: Any) -> None:
+        if traits.name in PRODUCTS:
+            self._product = (self.see(out).index, self.ledger.now, _calling_code())
+            return
         is_sum = traits.name in ADDED_IN_PLACE and (
-            (inside.operator and inside.adds_in_place) or (self.phase is Phase.BACKWARD and _called_by_engine())
+            (inside.operator and inside.adds_in_place)
+            or (self.phase is Phase.BACKWARD and _called_by_engine())
+            or self._completes_product(inputs[0])
         )
         if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)
+
+    def _completes_product(self, left: torch.Tensor) -> bool:
+        """True if a sum adds to the product before it within the same call.
+
+        `linear` (native/Linear.cpp) and plain attention (native/transformers/attention.cpp) do, in place unless a
+        dispatch mode is active.
+        """
+        if self._product is None or self._product[1] != self.ledger.now - 1:
+            return False
+        storage, _, code = self._product
+        return code is not None and self.see(left).index == storage and _calling_code() == code
 
     def settle_sum(self) -> None:
         """Count the last sum in place if its left operand was freed right after it, as the real step would run it."""
@@ -229,6 +247,22 @@ class Recording(TorchDispatchMode):
 def answers_itself(kind: type) -> bool:
     """True if a class of tensors implements `__torch_dispatch__`: quantised states, gradients on the host."""
     return kind.__torch_dispatch__ is not no_torch_dispatch
+
+
+def _calling_code() -> tuple[int, int] | None:
+    """The frame and the instruction of the Python code that called the operator; None if another dispatch mode did."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "__torch_dispatch__":
+        assert frame.f_back is not None, "only a mode asks"
+        frame = frame.f_back
+    caller = outer = frame.f_back
+    for _ in range(MODE_DEPTH):
+        if outer is None:
+            break
+        if outer.f_code.co_name == "__torch_dispatch__":
+            return None
+        outer = outer.f_back
+    return None if caller is None else (id(caller), caller.f_lasti)
 
 
 def _called_by_engine() -> bool:

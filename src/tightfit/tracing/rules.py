@@ -58,6 +58,7 @@ ADDED_IN_PLACE = frozenset(
     }
 )
 
+PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.mv.default"})
 
 # Results that a card's kernel leaves in the host's memory, by their positions: seed and offset of dropout
 # (`_efficient_attention_forward` in native/transformers/cuda/attention.cu).

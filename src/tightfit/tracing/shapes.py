@@ -68,6 +68,12 @@ def contiguous(sizes: Sequence[int], dtype: torch.dtype) -> TensorShape:
     return TensorShape(tuple(sizes), tuple(reversed(strides[: len(sizes)])), dtype)
 
 
+def lies_by_length(heads: TensorShape) -> bool:
+    """True if a tensor (batch, heads, length, width) is contiguous as (batch, length, heads, width)."""
+    sizes, strides = (tuple(each[dim] for dim in (0, 2, 1, 3)) for each in (heads.shape, heads.stride))
+    return TensorShape(sizes, strides, heads.dtype).is_contiguous
+
+
 def inputs_and_key(operator: Any, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], Any]:
     """The tensors among a call's arguments, and a hashable key for it.
 

@@ -10,7 +10,7 @@ from tightfit.tracing.cuda.answers import shared_memory
 from tightfit.tracing.cuda.convolutions import BACKWARD, CONVOLUTION, convolution_scratch
 from tightfit.tracing.cuda.normalisation import copies
 from tightfit.tracing.cuda.reductions import LaunchLimits, reduction_scratch
-from tightfit.tracing.shapes import TensorShape, contiguous
+from tightfit.tracing.shapes import TensorShape, contiguous, lies_by_length
 
 Shapes = Sequence[TensorShape]
 
@@ -97,8 +97,9 @@ def _flash_forward(inputs: Shapes, arguments: tuple, card: LaunchLimits) -> list
 def _efficient_backward(inputs: Shapes, card: LaunchLimits) -> list[int]:
     # `workspace_size` in mem_eff_attention/kernel_backward.h: the gradient of the query in fp32, in tiles with a header
     # of 16 bytes each. Kernels that do not sum the gradients of keys and values in registers have those in fp32 too.
-    # And delta, the sum of each row of out times its gradient, which 16-bit kernels compute themselves.
-    query, key, value = inputs[1:4]
+    # And delta, the sum of each row of out times its gradient, which 16-bit kernels compute themselves. Before these, a
+    # copy of a gradient that does not lie as (batch, length, heads, width) (`_efficient_attention_backward`).
+    gradient, query, key, value = inputs[:4]
     batch, heads, length, width = query.shape
     is_half, widest = query.dtype.itemsize == 2, max(width, value.shape[3])
     tile_rows, tile_columns, has_sums = _efficient_kernel(widest, is_half, card.capability)
@@ -109,7 +110,8 @@ def _efficient_backward(inputs: Shapes, card: LaunchLimits) -> list[int]:
         elements += keys * (round_up(width, tile_rows) + round_up(value.shape[3], tile_rows))
     rows, product = 4 * batch * heads * length, 4 * batch * heads * length * value.shape[3]
     delta = [rows] if is_half else [product, rows, rows, -rows, -product]
-    return [*[RESULT] * 3, *delta, 4 * batch * heads * round_up(elements, 4)]
+    copied = [] if lies_by_length(gradient) else [gradient.bytes]
+    return [*copied, *[RESULT] * 3, *delta, 4 * batch * heads * round_up(elements, 4)]
 
 
 def _efficient_kernel(width: int, is_half: bool, capability: tuple[int, int]) -> tuple[int, int, bool]:

@@ -9,7 +9,7 @@ import torch
 from tightfit.tracing.cpu_temporaries import COMPOSITES, composite_scratch
 from tightfit.tracing.cuda import convolutions, normalisation
 from tightfit.tracing.cuda.allocator import MIB, MIN_BLOCK, RESULT, Scratch, round_up
-from tightfit.tracing.shapes import TensorShape
+from tightfit.tracing.shapes import TensorShape, lies_by_length
 
 Shapes = Sequence[TensorShape]
 _THREE_RESULTS = [RESULT] * 3  # gradients of query, keys and values
@@ -41,7 +41,7 @@ def _flash_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[i
     rounded = round_up(width, 32 if width <= 128 else 64)
     shared = heads != key.shape[1]
     expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize
-    copies = [shape.bytes for shape in (gradient, out) if not _lies_by_length(shape)]
+    copies = [shape.bytes for shape in (gradient, out) if not lies_by_length(shape)]
     sums = [4 * batch * heads * rows, 4 * batch * heads * rows * rounded]
     return [*copies, *_THREE_RESULTS, *sums, *([expanded] * 2 if shared else [])]
 
@@ -96,11 +96,6 @@ def _window_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[
     query, value = inputs[1], inputs[3]
     rows = math.prod(query.shape[:3])
     return [rows * value.shape[3] * query.dtype.itemsize, 4 * rows, 4 * rows, 4 * rows]
-
-
-def _lies_by_length(shape: TensorShape) -> bool:
-    sizes, strides = (tuple(each[dim] for dim in (0, 2, 1, 3)) for each in (shape.shape, shape.stride))
-    return TensorShape(sizes, strides, shape.dtype).is_contiguous
 
 
 # Others
