@@ -31,7 +31,7 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.levers import ChunkedLoss
 from tightfit.step import Precision, StepSettings, forward_backward, model_loss, update
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 SMALL_HF = {
     "vocab_size": 8000, "hidden_size": 448, "intermediate_size": 1216, "num_hidden_layers": 6,

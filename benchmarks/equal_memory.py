@@ -30,7 +30,7 @@ from tightfit.memory.allocator import measured_peak
 from tightfit.planner.levers import ChunkedLoss
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import StepSettings, forward_backward, model_loss, update
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 LEVERS = {
     "exact": "exact",

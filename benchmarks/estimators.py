@@ -34,7 +34,7 @@ from tightfit import TokenBatch, build_dry, estimate
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 OURS = "tightfit"
 HERE = Path(__file__).resolve().parent

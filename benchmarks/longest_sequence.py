@@ -21,7 +21,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.optim.by_name import build_optimizer
 from tightfit.step import Batch, StepSettings, forward_backward, model_loss, update
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 # Preset, vocabulary, budget, and what lengths are a multiple of.
 FULL, SMALL = ("mm26", 32_000, "2GB", 64), ("cpu8", 6_400, "160MB", 64)

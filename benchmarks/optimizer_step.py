@@ -22,7 +22,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.optim.by_name import build_optimizer
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 FULL, SMALL = ("mm104", 32, 512), ("cpu8", 2, 64)  # preset, sequences, tokens: 16k a step
 FEW = 16  # tokens of the step whose bytes are measured

@@ -35,7 +35,7 @@ from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 SECONDS = 1200  # after which a process is given up
 LEAVING = 10  # seconds that a process has to end by itself

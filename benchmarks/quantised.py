@@ -21,8 +21,7 @@ import tightfit
 from environment import environment
 from taking_turns import ratios, write
 from tightfit.errors import TightfitError
-from tightfit.models.compress.calibrating import calibrated
-from tightfit.models.compress.quantising import choose_layers
+from tightfit.models.compress.quantising import calibrated, choose_layers
 from tightfit.models.compress.source import Source, open_source
 from tightfit.models.compress.texts import token_rows
 from tightfit.models.decoder import Decoder

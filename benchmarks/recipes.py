@@ -31,7 +31,7 @@ from tightfit.optim.by_name import build_optimizer
 from tightfit.recipes.records import Outcome, Recipe
 from tightfit.recipes.variants import optimizer_of
 from tightfit.step import StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 STEPS = 3
 SHARE = 0.8  # of the plain peak of AdamW on fp32 weights: the budget

@@ -30,7 +30,7 @@ from tightfit import Plan, estimate, plan, verify
 from tightfit.errors import CannotFit, TightfitError
 from tightfit.memory.allocator import measured_peak
 from tightfit.step import Part, Precision, StepSettings, forward_backward, model_loss, update
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 from zoo_page import page
 
 BUDGET = "0.6x"

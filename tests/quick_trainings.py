@@ -21,4 +21,4 @@ def leave_out_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.training.pictures.memory_picture", lambda *_, **__: b"")
     monkeypatch.setattr("tightfit.training.pictures.plan_page", lambda *_, **__: "")
     monkeypatch.setattr("tightfit.training.pictures.run_page", lambda *_, **__: "")
-    monkeypatch.setattr("tightfit.training.sampling.SAMPLE_TOKENS", 1)
+    monkeypatch.setattr("tightfit.training.run.SAMPLE_TOKENS", 1)

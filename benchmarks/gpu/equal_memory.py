@@ -40,7 +40,7 @@ from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tightfit.tracing.build import build_dry
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 SIZES = {"MM26": (32, 512), "MM104": (32, 512), "1B": (4, 4096), "8B-width": (1, 8192)}
 LARGE = {"1B", "8B-width"}  # whose activations take much of a host's memory

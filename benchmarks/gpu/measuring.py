@@ -17,11 +17,12 @@ from torch import nn
 from tightfit import Plan, TokenBatch, estimate, plan
 from tightfit.devices.spec import DeviceSpec
 from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.memory.allocator import measured_peak
 from tightfit.optim.by_name import build_optimizer
 from tightfit.runtime.internals import clear_cublas_workspaces
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tightfit.tracing.build import build_dry
-from tightfit.training.measure import measured_peak, resident_tensors
+from tightfit.training.loop import resident_tensors
 
 WARM_UP, TIMED = 2, 3  # steps; the second is the first with optimizer states from its start
 

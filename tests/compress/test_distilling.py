@@ -34,7 +34,7 @@ from tightfit.training.config import Config, dump_config, parse_config
 from tightfit.training.config.schema import DistilConfig
 from tightfit.training.data.prepare import prepare_data
 from tightfit.training.data.tokenizer import load_tokenizer
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 from tightfit.training.objective import counted
 from tightfit.training.reporter import SilentReporter
 from tightfit.training.run_folders.loading import load_run

@@ -15,8 +15,7 @@ import tightfit as package
 from command_line import tightfit
 from tightfit.errors import InputError, ModelError, QualityError, SourceError
 from tightfit.memory.allocator import measured_peak, storage_bytes
-from tightfit.models.compress.calibrating import calibrated
-from tightfit.models.compress.quantising import check_quality, choose_layers
+from tightfit.models.compress.quantising import calibrated, check_quality, choose_layers
 from tightfit.models.compress.source import open_source
 from tightfit.models.dtypes import convert_weights
 from tightfit.models.export import export_model

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tightfit.errors import ConfigError, DataError
 from tightfit.training.config import DataConfig
-from tightfit.training.data.arrange import arrange
 from tightfit.training.data.packing import BatchStream
+from tightfit.training.data.prepare import arrange
 from tightfit.training.data.samples import BestFitSamples, PaddedSamples, Pieces
 from tightfit.training.data.store import TokenStore
 

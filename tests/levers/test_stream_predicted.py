@@ -6,7 +6,7 @@ import torch
 import tightfit
 from adapted_blocks import KINDS, built, of_batch
 from tightfit.memory.allocator import measured_peak
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 
 def streamed(model):

@@ -10,7 +10,7 @@ from tightfit.errors import CannotFit
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.levers import Stream
 from tightfit.planner.levers.stream import spread
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 
 BLOCKS = 6
 

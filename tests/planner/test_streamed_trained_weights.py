@@ -15,7 +15,7 @@ from tightfit.memory.allocator import measured_peak
 from tightfit.optim import OffloadedAdamW
 from tightfit.optim.link import is_streamed
 from tightfit.planner.levers import Stream
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 from trained_blocks import BLOCKS, built, loss, of_batch
 
 OPTIMIZERS = {

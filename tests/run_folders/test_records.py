@@ -10,7 +10,7 @@ import pytest
 from tightfit.errors import InputError
 from tightfit.names import CHECKPOINTS, CONFIG, LOCK, METRICS, PLAN, RESULT
 from tightfit.training.lock import locked
-from tightfit.training.run_folders import state
+from tightfit.training.run_folders import records
 from tightfit.training.run_folders.records import RunState, config_of, curve_of, differences, is_run, run_at, runs_in
 
 
@@ -66,15 +66,15 @@ def test_a_run_whose_folder_is_locked_is_running_whatever_an_earlier_part_has_le
 def test_listing_takes_no_lock_that_a_training_could_meet(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", lambda *_: pytest.fail("locked"))
     (tmp_path / LOCK).write_text(f"process 4194304 on {os.uname().nodename}")
-    assert state.holder(tmp_path) is None
+    assert records.holder(tmp_path) is None
 
 
 def test_where_the_system_lists_no_locks_the_lock_itself_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr(state, "LOCKS", tmp_path / "none")
+    monkeypatch.setattr(records, "LOCKS", tmp_path / "none")
     with locked(tmp_path):
-        assert state.holder(tmp_path) is not None
+        assert records.holder(tmp_path) is not None
     (tmp_path / LOCK).write_text("process 1 on elsewhere")
-    assert state.holder(tmp_path) is None
+    assert records.holder(tmp_path) is None
 
 
 def test_runs_are_found_at_several_depths_and_nothing_else_is_one(tmp_path):

@@ -32,7 +32,7 @@ def run_ranks(job: dict[str, Any], train: Callable[[], None]) -> RanksEnded:
     said = folder / "said.txt"
     said.write_text("")
     if job["words"]:
-        from tightfit.cli import app, progress, ways  # noqa: F401 - once, before the forks
+        from tightfit.cli import app, progress  # noqa: F401 - once, before the forks
     port, begun = _free_port(), time.perf_counter()
     store = _forked(partial(_keep_store, port))
     work = partial(command, job["words"]) if job["words"] else train

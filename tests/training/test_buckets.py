@@ -15,12 +15,11 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import StepSettings
 from tightfit.training.buckets import Bucket, PredictedLength, sized
 from tightfit.training.config import parse_config
-from tightfit.training.data.arrange import arrange
-from tightfit.training.data.prepare import PreparedData
+from tightfit.training.data.prepare import PreparedData, arrange
 from tightfit.training.data.store import TokenStore
 from tightfit.training.data.tokenizer import train_tokenizer
 from tightfit.training.fitting import fit
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.stepper import Stepper

@@ -134,7 +134,7 @@ def _neither_picture_nor_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.training.pictures.memory_picture", lambda *_, **__: b"")
     for page in ("plan_page", "run_page"):
         monkeypatch.setattr(f"tightfit.training.pictures.{page}", lambda *_, **__: "")
-    monkeypatch.setattr("tightfit.training.sampling.SAMPLE_TOKENS", 1)
+    monkeypatch.setattr("tightfit.training.run.SAMPLE_TOKENS", 1)
 
 
 def test_the_draw_holds_both_what_runs_and_every_way_to_be_refused():

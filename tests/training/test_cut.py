@@ -54,7 +54,7 @@ class SignalsInside(CausalLMLoss):
 def signals(monkeypatch: pytest.MonkeyPatch):
     def at(call: int, *, number: signal.Signals = signal.SIGINT, in_backward: bool = False) -> None:
         settings = {"calls": 0, "at": call, "number": number, "in_backward": in_backward}
-        monkeypatch.setattr("tightfit.training.objectives.CausalLMLoss", type("Signals", (SignalsInside,), settings))
+        monkeypatch.setattr("tightfit.training.purpose.CausalLMLoss", type("Signals", (SignalsInside,), settings))
 
     return at
 

@@ -10,7 +10,7 @@ from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.planner.api import plan
 from tightfit.training.config import TrainingConfig
 from tightfit.training.data.packing import PackedSamples
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted
 from tightfit.training.optimizer import OptimizerRecipe
 

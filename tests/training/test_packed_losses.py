@@ -12,7 +12,7 @@ from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.planner.api import plan
 from tightfit.step import StepSettings, forward_backward
-from tightfit.training.measure import resident_tensors
+from tightfit.training.loop import resident_tensors
 from tightfit.training.objective import CausalLMLoss, counted, next_tokens
 from tightfit.training.stepper import Stepper
 

@@ -30,8 +30,7 @@ from tightfit.training.fitting import Fit
 from tightfit.training.objective import CausalLMLoss
 from tightfit.training.recovery.catching import caught
 from tightfit.training.sharded.fitting import planner_of_shards
-from tightfit.training.sharded.standing_in import TOKENS, small_parts
-from tightfit.training.sharded.steps import Stranded
+from tightfit.training.sharded.steps import TOKENS, Stranded, small_parts
 
 TESTS = Path(__file__).resolve().parents[1]
 PLAIN, RECOMPUTING, SPLIT = 0, 1, 2

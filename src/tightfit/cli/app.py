@@ -23,8 +23,9 @@ from tightfit.cli import (
     scoring,
     training,
 )
+from tightfit.cli.asking import columns
 from tightfit.cli.together import ranks_started, refuse_several, report_and_end
-from tightfit.cli.ways import show_ways_out
+from tightfit.cli.waiting import Waiting
 from tightfit.errors import CannotFit, InputError, OutputError, RankError, TightfitError
 from tightfit.memory.disk import NO_ROOM
 from tightfit.runtime.idle_lines import leave_out_idle_lines
@@ -133,3 +134,17 @@ app.command(PROFILE, context_settings=observing.SCRIPT_ARGUMENTS)(observing.prof
 app.command(RUN, context_settings={"allow_interspersed_args": False})(observing.run)
 app.command()(observing.doctor)
 app.command(MINIMIND, context_settings=minimind.AMONG_THE_SCRIPTS)(minimind.minimind)
+
+
+def show_ways_out(error: CannotFit) -> None:
+    """A small table of them; nothing where no plan was asked for."""
+    if error.refusal is None:
+        return
+    typer.echo("Looking for ways out, each run dry ...", err=True)
+    from tightfit.recipes.describe_ways import describe_ways_out
+
+    with Waiting() as waiting:
+        waiting("looking for ways out")
+        found: Any = error.ways_out  # `errors` stands above the room that finds them, and cannot name their type
+    if text := describe_ways_out(found, columns(), in_config=error.refusal.in_config):
+        typer.echo(f"\n{text}", err=True)

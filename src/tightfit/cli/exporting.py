@@ -56,7 +56,7 @@ def export(
         typer.echo(f"{output}: {name}, {_size(output)}")
         return
     from tightfit.training.data.tokenizer_files import tokenizer_files
-    from tightfit.training.run_folders.tokenizer_sources import tokenizer_sources
+    from tightfit.training.run_folders.loading import tokenizer_sources
 
     files = tokenizer_files(run, *tokenizer_sources(run))
     name = _as_decoder(run, output, files) if to is To.DECODER else _for_transformers(run, output, files)

@@ -17,11 +17,10 @@ from torch import nn
 from tightfit.cli.question import ATTENTIONS, OF_THE_DECODER
 from tightfit.errors import InputError, ModelError, TightfitError
 from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
-from tightfit.models.attention import set_attention
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.loading import build_model, without_weights
-from tightfit.models.pretrained import find
+from tightfit.models.pretrained import find, set_attention
 from tightfit.models.published import find_published, published
 from tightfit.models.quantised_record import is_quantised
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model

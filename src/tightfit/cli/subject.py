@@ -18,11 +18,11 @@ from tightfit.cli.waiting import say
 from tightfit.devices.present import lookup
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
-from tightfit.models.attention import FLASH, OLDEST
 from tightfit.models.batches import batch_of, tokens
 from tightfit.models.diffusion import denoising_batch, denoising_loss, is_denoiser
 from tightfit.models.loading import build_model, without_weights
 from tightfit.models.masks import put_masks, source_masks
+from tightfit.models.pretrained import FLASH, OLDEST
 from tightfit.models.quantised_record import refuse_quantised
 from tightfit.names import optimizer_in_words
 from tightfit.planner.api import describe_batch, estimate_asked, plan_asked
@@ -36,10 +36,9 @@ from tightfit.training.data.prepare import prepare_data
 from tightfit.training.data.samples import two_documents
 from tightfit.training.fitting import recompute_by_hand
 from tightfit.training.objective import counted
-from tightfit.training.objectives import ObjectiveName, objective_of, plannable
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.preferences import REFERENCE
-from tightfit.training.purpose import refuse_teacher
+from tightfit.training.purpose import ObjectiveName, objective_of, plannable, refuse_teacher
 from tightfit.verification import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent

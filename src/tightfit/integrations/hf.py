@@ -22,7 +22,6 @@ from tightfit.errors import InputError, LeverError, VerificationFailed
 from tightfit.integrations.applied_plans import ReplaceablePlan, note, take_off_earlier
 from tightfit.integrations.batches import checked_length
 from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_over, what_is_taken_over
-from tightfit.integrations.missing import missing_package
 from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.integrations.planning import GuestStep, figures, own_peak, plan_for_all, without_micro_batches
 from tightfit.integrations.recovering import GuestRecovery
@@ -43,7 +42,7 @@ from tightfit.verification import verify
 try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
-    raise missing_package("transformers", "tightfit[hf]") from error
+    raise InputError("transformers is not installed: pip install 'tightfit[hf]'") from error
 
 __all__ = ["FrugalTrainer", "MemoryBudget"]
 

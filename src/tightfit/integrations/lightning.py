@@ -33,7 +33,6 @@ from tightfit.integrations.lightning_step import (
     step_traits,
     watch_closures,
 )
-from tightfit.integrations.missing import missing_package
 from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.integrations.planning import GuestStep, figures, own_peak, plan_for_all, without_micro_batches
 from tightfit.integrations.recovering import GuestRecovery
@@ -68,7 +67,7 @@ def _base() -> type:
             return importlib.import_module(package).Callback
         except ImportError:
             continue
-    raise missing_package("lightning (or pytorch_lightning)", "tightfit[lightning]")
+    raise InputError("lightning (or pytorch_lightning) is not installed: pip install 'tightfit[lightning]'")
 
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.errors import InputError, LeverError
+from tightfit.optim.host_gradient import HostGradient
 from tightfit.runtime.internals import no_torch_function, tensor_without_memory
 from tightfit.runtime.simulation import simulation
 from tightfit.step import accumulation, is_accumulating
@@ -208,3 +209,14 @@ def only(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[bool]:
     finally:
         optimizer.param_groups = groups
         group.update({key: value for key, value in alone.items() if key != "params"})
+
+
+def gradient_memory(parameter: Tensor) -> Tensor | None:
+    """The tensor that holds a parameter's gradient, which may be on the host.
+
+    None if there is no gradient, or if a step in backward has used it up.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, HostGradient):
+        return gradient.host()
+    return None if isinstance(gradient, SpentGradient) else gradient

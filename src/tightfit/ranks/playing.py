@@ -1,23 +1,24 @@
 """One rank of DDP, FSDP2, tensor or context parallel for a dry run: a real one's code, whose group sends nothing."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tightfit.errors import InputError, ModelError
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.found import kept_as_they_are, sharded_alike
-from tightfit.ranks.moving import MovesOfShards
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
 from tightfit.runtime.internals import around_messages_of_fsdp2, fake_process_group
 from tightfit.runtime.module_paths import named_modules
-from tightfit.runtime.simulation import simulation
+from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.step import Precision
 from tightfit.tracing.shapes import TensorShape
 
@@ -118,3 +119,27 @@ def own_copy(model: nn.Module) -> nn.Module:
 def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
     shape = TensorShape.of(parameter)
     return nn.Parameter(shape.unbacked(), requires_grad=parameter.requires_grad)
+
+
+class MovesOfShards(TorchFunctionMode):
+    """A mode in which moves of plain tensors to a device are copies to the host, or to the card.
+
+    CPU tensors play those of the card, so a move of a tensor to the device that it is on already would do nothing.
+    Under `CPUOffloadPolicy` FSDP2 moves shards: while it prepares a gather, a move to a device makes a copy in the
+    card's memory. While it takes what was reduced, a move makes one in the host's, and sums of gradients run there.
+    """
+
+    def __init__(self, *, to_host: bool):
+        super().__init__()
+        self.to_host = to_host
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.device):
+            return simulation.link.moved(args[0], to_host=self.to_host)
+        if func is torch.Tensor.__iadd__ and self.to_host:
+            with host_memory():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tightfit.errors import InputError
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.by_name import host_states, named_states
-from tightfit.optim.gradients import gradient_memory
+from tightfit.optim.in_backward import gradient_memory
 from tightfit.runtime.aside import aside
 from tightfit.runtime.internals import (
     at_end_of_backward,

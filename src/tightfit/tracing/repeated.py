@@ -12,7 +12,7 @@ from torch import nn
 from tightfit.errors import TraceError
 from tightfit.memory.allocator import memory_of
 from tightfit.optim.by_name import host_states, named_states
-from tightfit.optim.gradients import gradient_memory
+from tightfit.optim.in_backward import gradient_memory
 from tightfit.runtime.simulation import host_memory
 from tightfit.step import Loss, Part, StepSettings, accumulation, adding_up, forward_backward, update
 from tightfit.tracing.dry_run import DryRun

@@ -26,9 +26,8 @@ from tightfit.training.data.prepare import PreparedData, check_fits, prepare_dat
 from tightfit.training.fitting import Fit, fit
 from tightfit.training.loop import StepHistory
 from tightfit.training.objective import Objective, counted
-from tightfit.training.objectives import plannable
 from tightfit.training.optimizer import rounding_note
-from tightfit.training.purpose import Purpose, loss_of_step
+from tightfit.training.purpose import Purpose, loss_of_step, plannable
 from tightfit.training.reporter import Reporter
 from tightfit.training.several import (
     config_of_a_rank,

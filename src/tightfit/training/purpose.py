@@ -4,16 +4,20 @@ teacher.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from torch import nn
 
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import ConfigError
 from tightfit.training.config import Config
+from tightfit.training.config.schema import TrainingConfig
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.objective import CausalLMLoss, Objective
-from tightfit.training.objectives import objective_of
+from tightfit.training.preferences import PreferenceLoss, unreferenced
 from tightfit.training.reporter import Reporter
+
+ObjectiveName = Literal["auto", "causal", "sft", "dpo"]
 
 
 def refuse_teacher(config: Config, command: str) -> None:
@@ -76,3 +80,18 @@ def _in_fp32(loss: Objective, config: Config, is_sharded: bool) -> Objective:
     """FSDP2 casts weights and activations, and there is no autocast that would convert the logits."""
     is_cast = is_sharded and config.training.precision != "fp32"
     return replace(loss, in_fp32=True) if is_cast and isinstance(loss, CausalLMLoss) else loss
+
+
+def objective_of(name: ObjectiveName, training: TrainingConfig) -> Objective:
+    """The next token for texts and conversations, whose labels mark the answers; DPO for preference pairs."""
+    return PreferenceLoss(training.dpo_beta) if name == "dpo" else CausalLMLoss()
+
+
+def plannable(data: PreparedData) -> PreparedData:
+    """The data with batches of every field that the objective reads.
+
+    A training is planned before the reference's log-probabilities are known; zeros stand for them.
+    """
+    if data.objective != "dpo":
+        return data
+    return replace(data, training=unreferenced(data.training), validation=unreferenced(data.validation))

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
+from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import set_allocator
+from tightfit.models.generation import continue_ids, generate_text
 from tightfit.planner.plans import Plan
 from tightfit.ranks.processes.ranks import Ranks
 from tightfit.step import StepSettings
@@ -15,6 +18,7 @@ from tightfit.training.checkpoint.stored import Checkpoint
 from tightfit.training.config import Config
 from tightfit.training.data.packing import BatchStream
 from tightfit.training.data.prepare import PreparedData
+from tightfit.training.data.tokenizer import TextTokenizer
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit_of
 from tightfit.training.host import HostWatch
@@ -31,7 +35,6 @@ from tightfit.training.recovering import RecoveringStepper, StepPlanner
 from tightfit.training.reference import ReferenceModel
 from tightfit.training.reporter import Reporter, Start
 from tightfit.training.result import TrainResult
-from tightfit.training.sampling import sample_text
 from tightfit.training.saving import Saver
 from tightfit.training.schedule import moved_schedule
 from tightfit.training.sharded.fitting import planner_of_shards
@@ -41,6 +44,9 @@ from tightfit.training.sharded.tightening import TighterPlans
 from tightfit.training.stepper import Stepper
 from tightfit.training.storage import METRICS, RunFolder
 from tightfit.training.validating import Validation
+
+PROMPT_TOKENS, SAMPLE_TOKENS = 12, 80  # of the sample: what begins it, and what the model adds
+SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
 
 
 @dataclass
@@ -281,3 +287,36 @@ class TrainingRun:
             return self.interrupt.cuttable(lambda: sample_text(model, data, seed=self.config.training.seed))
         except Interrupted:
             return ""
+
+
+def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
+    """The beginning of a sample that was held out, if one was, and what the model makes of it."""
+    samples = data.validation if len(data.validation) else data.training
+    if data.objective != "causal":
+        return _sample_answer(model, data.tokenizer, samples.batch([0]), seed=seed)
+    return generate_text(
+        model,
+        data.tokenizer,
+        data.tokenizer.decode(samples.beginning(PROMPT_TOKENS)),
+        max_new_tokens=SAMPLE_TOKENS,
+        temperature=SAMPLE_TEMPERATURE,
+        top_k=SAMPLE_TOP_K,
+        seed=seed,
+    )
+
+
+def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, torch.Tensor], *, seed: int) -> str:
+    """The text before the first answer of a sample, and the model's answer."""
+    learnt = (batch["labels"][0] != IGNORE_INDEX).nonzero()
+    asked = batch["input_ids"][0, : max(1, int(learnt[0]) if len(learnt) else PROMPT_TOKENS)].tolist()
+    stop = tokenizer.chat.end_of_turn()
+    answer = continue_ids(
+        model,
+        asked,
+        stop=tokenizer.end_of_text if stop is None else stop,
+        max_new_tokens=SAMPLE_TOKENS,
+        temperature=SAMPLE_TEMPERATURE,
+        top_k=SAMPLE_TOP_K,
+        seed=seed,
+    )
+    return tokenizer.decode(asked) + tokenizer.decode(answer)

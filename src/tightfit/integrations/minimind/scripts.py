@@ -3,15 +3,18 @@
 Under torchrun a script puts its model into DDP, and rank 0 plans for all.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 from tightfit.errors import InputError, LeverError, ModelError, TightfitError
 from tightfit.integrations.checkpointing import COMPILED, wrapper_of
-from tightfit.integrations.minimind.compiling import TakenOverCompile
 from tightfit.integrations.minimind.running_step import running_request
 from tightfit.integrations.model_ranks import ranks_of_model
 from tightfit.levers.recompute.rule import every_block
@@ -29,6 +32,9 @@ from tightfit.runtime.module_paths import without_ddp
 from tightfit.training.monitoring.record import Record
 from tightfit.training.monitoring.script import PreparedScript, profile_script
 from tightfit.units import check_budget
+
+# PyTorch's, of modules that are called while the script's model is looked for. The hooks do what they are meant to.
+_OF_HOOKS = r"Using `torch.compile\(module\)` when there are global hooks"
 
 WHO = "tightfit minimind"
 MODEL_FILE = Path("model") / "model_minimind.py"
@@ -117,6 +123,45 @@ def check_script(script: Path) -> None:
             f"{script}: not a script of a MiniMind checkout (there is no {MODEL_FILE} beside its folder): "
             "for a loop of your own see docs/guests/plain_loops.md"
         )
+
+
+class TakenOverCompile:
+    """The models that a script compiles whole while `active()` lasts: the plan compiles their blocks instead. Mutable.
+
+    PyTorch decides what a model that is compiled whole keeps for backward, and a dry run cannot ask it. So the object
+    that `torch.compile` returns stays as it is, with its names and its state, and calls the model that it is around.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[nn.Module] = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A context in which `torch.compile(model)` leaves the compiling to a plan. `end()` may end it before."""
+        self._own = torch.compile
+        torch.compile = self._compile
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=_OF_HOOKS)
+                yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """From now on `torch.compile` compiles, as levers need it."""
+        torch.compile = self._own
+
+    def under(self, model: nn.Module) -> nn.Module | None:
+        """The model that a wrapper of `torch.compile` is around; None for a model that was not compiled here."""
+        return model._orig_mod if any(model is taken for taken in self._taken) else None  # pyright: ignore
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        made: Any = self._own(*args, **kwargs)
+        if isinstance(made, nn.Module) and hasattr(made, "_orig_mod"):
+            inner: Any = made._orig_mod
+            made.forward = inner.__call__
+            self._taken.append(made)
+        return made
 
 
 @dataclass

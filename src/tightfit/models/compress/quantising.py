@@ -1,7 +1,7 @@
 """`tightfit.quantise`: a model with its linear layers in few bits, measured before and after, in a folder."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from tightfit.errors import DataError, InputError, QualityError, SourceError
 from tightfit.memory.allocator import measured_peak
-from tightfit.models.compress.calibrating import calibrated, unseen
 from tightfit.models.compress.report import CompressionReport, Side, measured, perplexity
 from tightfit.models.compress.source import WEIGHTS, Source, open_source
 from tightfit.models.compress.texts import held_out_of, token_rows
 from tightfit.models.decoder import Decoder
 from tightfit.models.dtypes import convert_weights
 from tightfit.models.export import demand_new, new_folder
+from tightfit.models.mode import evaluating
 from tightfit.models.quantised import hash_of, write_quantised
 from tightfit.models.quantised_record import QUANTISED_WEIGHTS, QuantisedRecord
 from tightfit.names import refuse_other
@@ -26,6 +26,7 @@ from tightfit.ops.weights.torchao_weights import (
     Method,
     demand_products,
     objection,
+    observer,
     quantise_layers,
     torchao_version,
 )
@@ -329,3 +330,34 @@ def _slower(before: Side, after: Side) -> tuple[str, ...]:
     return (
         f"A forward takes {one / other:.1f} times as long on this machine: it has no fast product of such weights.",
     )
+
+
+@torch.no_grad()
+def calibrated(model: nn.Module, paths: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
+    """The scale of the inputs of each linear layer at `paths`, by path: the largest number in them is 127 scales.
+
+    `rows` (rows, tokens) int64 go through the model one at a time, so that it takes the memory of one. A layer that no
+    token reaches (an expert) has no scale, and is missing.
+    """
+    observers = {path: observer() for path in paths}
+    handles = [model.get_submodule(path).register_forward_pre_hook(_seen_by(one)) for path, one in observers.items()]
+    try:
+        with evaluating(model):
+            for row in rows:
+                model(input_ids=row[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {path: one.calculate_qparams()[0] for path, one in observers.items() if hasattr(one, "min_val")}
+
+
+def unseen(scales: Mapping[str, Tensor], paths: Sequence[str]) -> dict[str, str]:
+    """Why layers without a scale are left as they are."""
+    return {path: "no token of the calibration reached it" for path in paths if path not in scales}
+
+
+def _seen_by(one: Any) -> Any:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        one(inputs[0])
+
+    return hook

@@ -23,9 +23,8 @@ from tightfit.models.pretrained import transformers_config, transformers_package
 from tightfit.training.config.schema import PretrainedModel
 from tightfit.training.data.tokenizer import TextTokenizer, load_tokenizer
 from tightfit.training.data.tokenizer_files import tokenizer_files
-from tightfit.training.run_folders.loading import load_trained
+from tightfit.training.run_folders.loading import load_trained, tokenizer_sources
 from tightfit.training.run_folders.records import is_run
-from tightfit.training.run_folders.tokenizer_sources import tokenizer_sources
 
 Kind = Literal["run", "hugging_face"]
 WANTED = "give the folder of a run, or a Hugging Face folder with weights"

@@ -14,7 +14,7 @@ from torch import nn
 
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.optim.by_name import named_states
-from tightfit.optim.gradients import gradient_memory
+from tightfit.optim.in_backward import gradient_memory
 from tightfit.runtime.aside import AsideOfLoop
 from tightfit.runtime.internals import current_node, has_kernel, is_profiling, run_composite
 from tightfit.runtime.operators import Traits, instances, traits_of

@@ -344,7 +344,7 @@ class Monitor:
         """Bytes of parameters, gradients and states. Each storage counts once."""
         from tightfit.memory.allocator import storage_bytes
         from tightfit.optim.by_name import state_tensors
-        from tightfit.optim.gradients import gradient_memory
+        from tightfit.optim.in_backward import gradient_memory
 
         parameters = [p for model in self._models.values() for p in model.parameters()]
         buffers = [b for model in self._models.values() for b in model.buffers()]

@@ -9,9 +9,9 @@ from tightfit.errors import CheckpointError
 from tightfit.models.adapters import ADAPTER_CONFIG
 from tightfit.models.loading import build_model
 from tightfit.models.saving import CONFIG_FILE, load_model
-from tightfit.names import CHECKPOINTS, MODEL
+from tightfit.names import CHECKPOINTS, CONFIG, MODEL
 from tightfit.training.checkpoint import find
-from tightfit.training.config import parse_config
+from tightfit.training.config import PretrainedModel, load_config, parse_config
 from tightfit.training.data.tokenizer import TextTokenizer, load_tokenizer
 
 
@@ -56,3 +56,13 @@ def load_trained(folder: str | Path) -> tuple[nn.Module, tuple[str, ...]]:
     checkpoint.read_into({name: tensor for name, tensor in held.items() if name in checkpoint.specs})
     said = (*(f"passed over: {line}" for line in found.passed_over), f"the weights are those of {checkpoint.path}")
     return model.eval(), said
+
+
+def tokenizer_sources(run: Path) -> list[Path]:
+    """Where the run's tokenizer came from, with the files that a run does not copy; empty for what is no run."""
+    if not (run / CONFIG).is_file():
+        return []
+    config = load_config(run / CONFIG)
+    own = config.model.path if isinstance(config.model, PretrainedModel) else None
+    named = [config.data.tokenizer, own] if config.data.tokenizer != "model" else [own]
+    return [Path(name) for name in named if name is not None]

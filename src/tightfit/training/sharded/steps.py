@@ -36,9 +36,10 @@ from tightfit.training.recovery.catching import TRIES, Failure, caught, insist
 from tightfit.training.recovery.step_state import StepState
 from tightfit.training.recovery.tightening import run_until_it_fits
 from tightfit.training.recovery.update import UpdateGuard, carry_out
-from tightfit.training.sharded.standing_in import small_parts
 from tightfit.training.sharded.tightening import TighterPlans, failures_of_all
 from tightfit.training.stepper import StepOutcome, Stepper, StepUnderWay, without_labels
+
+TOKENS = 16  # of each row: enough for any kernel, and next to no memory beside the weights
 
 
 class Stranded(CannotFit):
@@ -266,3 +267,20 @@ def held_out_in_lockstep(
         finally:
             free_gathered(model)
     return HeldOutSums(total, tokens)
+
+
+def small_parts(batch: Mapping[str, Any], count: int, together: int) -> list[Mapping[str, Any]]:
+    """`count` micro-batches of one sample each (`together` rows), cut to few tokens, with nothing to learn.
+
+    The other ranks wait inside PyTorch for the messages of a rank that ran out of memory. So it lets go of all that the
+    step holds, and runs forward and backward of these in its place. What the step has sent is not sent again
+    (`ranks.sent`). Whatever the others make of it is thrown away: they are told when they have their gradients.
+    """
+    sample = split_batch(dict(batch), batch_size(dict(batch)) // together)[0]
+    length = sample["input_ids"].shape[1]
+    cut = {name: value[:, :TOKENS] if _is_of_tokens(value, length) else value for name, value in sample.items()}
+    return [without_labels(cut)] * count
+
+
+def _is_of_tokens(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == length
