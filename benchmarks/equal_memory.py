@@ -13,24 +13,19 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from environment import environment
-from peer_trainings import blocks, checkpointed
+from peer_trainings import REFERENCE, Steps, adamw, applied
 from peers import CASES
 from tightfit import compile_blocks, estimate, plan, recompute
 from tightfit.errors import CannotFit, CompileError
-from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.memory.allocator import measured_peak
 from tightfit.planner.levers import ChunkedLoss
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.step import StepSettings, forward_backward, model_loss, update
-from tightfit.training.loop import resident_tensors
 
 LEVERS = {
     "exact": "exact",
@@ -41,41 +36,12 @@ LEVERS = {
 }
 
 
-@contextmanager
-def pytorch_checkpoint(model: nn.Module):
-    """PyTorch's own non-reentrant checkpoint around every block."""
-    checkpointed(model)
-    try:
-        yield
-    finally:
-        for block in blocks(model):
-            del block.forward
-
-
-class Steps:
-    """Real training steps of one model."""
-
-    def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor]):
-        self.model, self.batch = model, batch
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def run(self, micro_batches: int) -> float:
-        started = time.perf_counter()
-        forward_backward(self.model, as_parts(split_batch(self.batch, micro_batches), model_loss), model_loss)
-        update(self.model, self.optimizer, StepSettings())
-        return time.perf_counter() - started
-
-    def peak(self, micro_batches: int) -> int:
-        resident = resident_tensors(self.model, self.optimizer, self.batch)
-        return measured_peak(lambda: self.run(micro_batches), resident)
-
-
 def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
     torch.manual_seed(0)
     model, batch, glob = CASES[case].build(), CASES[case].batch.tensors(), CASES[case].glob
-    steps = Steps(model, batch)
+    steps = Steps(model, batch, adamw(model.parameters()))
     steps.run(1)
-    with pytorch_checkpoint(model):
+    with applied(REFERENCE, model):
         steps.run(1)
         checkpoint_bytes = steps.peak(1)
     budget = checkpoint_bytes + UNSEEN_BYTES
@@ -93,7 +59,7 @@ def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
         plan_seconds[name] = time.perf_counter() - started
     variants: dict[str, tuple[Callable[[], AbstractContextManager], int]] = {
         "plain": (nullcontext, 1),
-        "pytorch checkpoint": (lambda: pytorch_checkpoint(model), 1),
+        "pytorch checkpoint": (partial(applied, REFERENCE, model), 1),
         "recompute whole blocks": (lambda: recompute(model, glob), 1),
     }
     if "compile" in names:
@@ -101,9 +67,9 @@ def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
         variants["compiled blocks, keep=0"] = (lambda: compile_blocks(model, glob, keep=0.0), 1)
     variants |= {f"plan {name}": (partial(plans[name].apply, model), plans[name].micro_batches) for name in plans}
     peaks = {}
-    for name, (applied, micro_batches) in variants.items():
+    for name, (context, micro_batches) in variants.items():
         try:
-            with applied():
+            with context():
                 steps.run(micro_batches)
                 peaks[name] = steps.peak(micro_batches)
         except CompileError as error:  # PyTorch's compiler draws dropout again where it recomputes
@@ -112,8 +78,8 @@ def compare(case: str, rounds: int, names: Sequence[str]) -> dict:
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     of_processor: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, (applied, micro_batches) in variants.items():
-            with applied():
+        for name, (context, micro_batches) in variants.items():
+            with context():
                 before = time.process_time()
                 seconds[name].append(steps.run(micro_batches))
                 of_processor[name].append(time.process_time() - before)

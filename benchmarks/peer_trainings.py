@@ -5,8 +5,10 @@ A peer changes a model, or brings an optimizer or a loss. `NotHere` says why it 
 
 import importlib
 import importlib.util
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tightfit.step import Loss, model_loss
+from tightfit.levers.micro_batch import as_parts, split_batch
+from tightfit.memory.allocator import measured_peak
+from tightfit.step import Loss, Precision, StepSettings, forward_backward, model_loss, update
+from tightfit.training.loop import resident_tensors
 
 REFERENCE = "torch.utils.checkpoint, every block"
 # Parts of the names of peers that save memory of activations, beside which plans are made.
@@ -61,6 +66,40 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     """The longest list of modules: a decoder's blocks."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len))
+
+
+@contextmanager
+def applied(peer: str, model: nn.Module) -> Iterator[None]:
+    """A model with a peer's checkpoints for a while."""
+    PEERS[peer].apply(model)
+    try:
+        yield
+    finally:
+        for block in blocks(model):
+            with suppress(AttributeError):  # of blocks that the peer left alone
+                del block.forward
+
+
+class Steps:
+    """Real training steps of one model."""
+
+    def __init__(self, model: nn.Module, batch: dict[str, Tensor], optimizer: Any, precision: Precision = "fp32"):
+        self.model, self.batch, self.optimizer, self.precision = model, batch, optimizer, precision
+        self.device = next(model.parameters()).device
+
+    def run(self, micro_batches: int) -> float:
+        """Seconds until the device has finished."""
+        began = time.perf_counter()
+        parts = as_parts(split_batch(self.batch, micro_batches), model_loss)
+        forward_backward(self.model, parts, model_loss, self.precision)
+        update(self.model, self.optimizer, StepSettings(self.precision))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
+
+    def peak(self, micro_batches: int) -> int:
+        resident = resident_tensors(self.model, self.optimizer, self.batch)
+        return measured_peak(lambda: self.run(micro_batches), resident)
 
 
 def installed(name: str) -> Any:

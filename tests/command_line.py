@@ -34,3 +34,11 @@ def tightfit(*args: object) -> Outcome:
     """`tightfit ARGS`. An exception that is not the user's mistake comes through."""
     result = CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False, prog_name="tightfit")
     return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
+def mistake(*args: object, code: int = 2) -> str:
+    """The line about a mistake that `tightfit ARGS` ends with, having answered nothing."""
+    outcome = tightfit(*args)
+    assert outcome.code == code, outcome
+    assert outcome.out == ""
+    return outcome.error

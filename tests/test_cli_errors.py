@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from command_line import tightfit
+from command_line import mistake, tightfit
 from tightfit.cli import sources
 
 DECODER = ("--model", "models_by_name:decoder", "--seq-len", 64)
@@ -29,13 +29,6 @@ def config(tmp_path):
         return path
 
     return write
-
-
-def mistake(*args, code=2):
-    outcome = tightfit(*args)
-    assert outcome.code == code, outcome
-    assert outcome.out == ""
-    return outcome.error
 
 
 def test_a_plan_without_a_budget_is_refused_before_its_model_is_built(monkeypatch):

@@ -9,7 +9,7 @@ import yaml
 
 import models_by_name
 import tightfit as package
-from command_line import tightfit
+from command_line import mistake, tightfit
 from tightfit.models.batches import batch_of
 from tightfit.models.loading import build_model
 from tightfit.training.config import AdapterConfig, PretrainedModel
@@ -65,13 +65,6 @@ def answer(*args):
 
 def parameters(*args):
     return answer(*args)["by_category"]["parameters"]
-
-
-def mistake(*args):
-    outcome = tightfit(*args)
-    assert outcome.code == 2, outcome
-    assert outcome.out == ""
-    return outcome.error
 
 
 @pytest.mark.keeps("dtype-adapters-base-attention")

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import tightfit
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
@@ -64,3 +66,12 @@ def allocator_peak(
     tensors = [t for part in parts for t in part.batch.values() if isinstance(t, torch.Tensor)]
     resident = [*model.parameters(), *model.buffers(), *plain_tensors(model), *state_tensors(real), *tensors]
     return measured_peak(step, resident)
+
+
+def demand_exact_plan(model: nn.Module, batch: Any, budget: str) -> None:
+    """A plan with exact levers is within its budget, takes what it says, and changes no bit."""
+    made = tightfit.plan(model, batch, budget, levers="exact")
+    assert tightfit.verify(model, batch, made).ok
+    with made.apply(model):
+        assert allocator_peak(model, batch) == pytest.approx(made.peak_bytes, rel=1e-3)
+    assert made.peak_bytes <= made.budget_bytes

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,19 +28,15 @@ import torch
 from benchmarks.environment import environment
 from benchmarks.gpu.cases import MODELS
 from benchmarks.gpu.measuring import fresh_device
-from benchmarks.peer_trainings import PEERS, REFERENCE, blocks
+from benchmarks.peer_trainings import PEERS, REFERENCE, Steps, applied
 from torch import nn
 
 from tightfit import TokenBatch, plan, recompute
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit
-from tightfit.levers.micro_batch import as_parts, split_batch
-from tightfit.memory.allocator import measured_peak
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tightfit.tracing.build import build_dry
-from tightfit.training.loop import resident_tensors
 
 SIZES = {"MM26": (32, 512), "MM104": (32, 512), "1B": (4, 4096), "8B-width": (1, 8192)}
 LARGE = {"1B", "8B-width"}  # whose activations take much of a host's memory
@@ -54,49 +50,22 @@ ROUNDS, WARM_UP, TIMED = 3, 1, 2
 
 
 @contextmanager
-def by(peer: str, model: nn.Module) -> Iterator[None]:
-    """A model with a peer's checkpoints for a while."""
-    PEERS[peer].apply(model)
-    try:
-        yield
-    finally:
-        for block in blocks(model):
-            with suppress(AttributeError):  # of blocks that the peer left alone
-                del block.forward
-
-
-@contextmanager
 def offloading(model: nn.Module) -> Iterator[None]:
     """PyTorch's own way to hold activations on the host."""
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         yield
 
 
-class Steps:
-    """Real training steps of one model."""
+class CaseSteps(Steps):
+    """Steps of a case, in bf16 on a device."""
 
     def __init__(self, name: str, size: int, length: int, device: torch.device):
-        self.name, self.device = name, device
-        self.shape = TokenBatch(size, length, MODELS[name].vocabulary)
+        self.name, self.shape = name, TokenBatch(size, length, MODELS[name].vocabulary)
         torch.manual_seed(0)
         with device:
-            self.model = MODELS[name].build()
-        self.batch = {key: tensor.to(device) for key, tensor in self.shape.tensors().items()}
-        self.optimizer = build_optimizer("adamw", self.model.parameters())
-
-    def run(self, micro_batches: int) -> float:
-        """Seconds until the device has finished."""
-        began = time.perf_counter()
-        parts = as_parts(split_batch(self.batch, micro_batches), model_loss)
-        forward_backward(self.model, parts, model_loss, "bf16")
-        update(self.model, self.optimizer, StepSettings("bf16"))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - began
-
-    def peak(self, micro_batches: int) -> int:
-        resident = resident_tensors(self.model, self.optimizer, self.batch)
-        return measured_peak(lambda: self.run(micro_batches), resident)
+            model = MODELS[name].build()
+        batch = {key: tensor.to(device) for key, tensor in self.shape.tensors().items()}
+        super().__init__(model, batch, build_optimizer("adamw", model.parameters()), "bf16")
 
 
 class Way:
@@ -126,7 +95,7 @@ class Way:
 
 def compare(name: str, size: int, length: int, device: torch.device, rounds: int, parent: Connection) -> None:
     """One model: all ways with their peaks, and, when told, everybody's seconds in turns."""
-    steps = Steps(name, size, length, device)
+    steps = CaseSteps(name, size, length, device)
     ways = dict(prepared(steps))
     parent.send("prepared")
     parent.recv()
@@ -143,11 +112,11 @@ def compare(name: str, size: int, length: int, device: torch.device, rounds: int
     parent.send({"model": name, "size": size, "length": length, "ways": found})
 
 
-def prepared(steps: Steps) -> Iterator[tuple[str, Way]]:
+def prepared(steps: CaseSteps) -> Iterator[tuple[str, Way]]:
     """The ways to run a step, with their peaks."""
     model = steps.model
     ways: dict[str, Way] = {"plain": Way(nullcontext)}
-    ways |= {peer: Way(partial(by, peer, model)) for peer in OTHERS}
+    ways |= {peer: Way(partial(applied, peer, model)) for peer in OTHERS}
     ways["recompute, every block"] = Way(lambda: recompute(model, "layers.*"))
     if steps.name not in LARGE:
         ways["save_on_cpu"] = Way(partial(offloading, model))

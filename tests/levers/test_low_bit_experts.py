@@ -10,7 +10,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from command_line import tightfit
-from tightfit import TokenBatch, estimate, plan, verify
+from tightfit import TokenBatch, estimate
 from tightfit.memory.allocator import scales_of, storage_bytes
 from tightfit.models.adapters import add_adapter
 from tightfit.ops.weights.experts import PRODUCT, LowBitExperts, freeze_experts, fused_experts, multiplied
@@ -21,7 +21,7 @@ from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.step import trace_inference
 from tightfit.training.config import AdapterConfig
-from tiny import allocator_peak
+from tiny import allocator_peak, demand_exact_plan
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16,
@@ -138,12 +138,7 @@ def test_the_predicted_peak_is_the_allocators(model, kind, precision):
 @pytest.mark.keeps("experts-few-bits")
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_a_plan_of_adapters_beside_them_changes_no_bit(kind):
-    adapters, batch = adapted(qwen, kind), TokenBatch(4, 48, 300).tensors()
-    found = plan(adapters, batch, "0.7x", levers="exact")
-    assert verify(adapters, batch, found).ok
-    with found.apply(adapters):
-        assert allocator_peak(adapters, batch) == pytest.approx(found.peak_bytes, rel=1e-3)
-    assert found.peak_bytes <= found.budget_bytes
+    demand_exact_plan(adapted(qwen, kind), TokenBatch(4, 48, 300).tensors(), "0.7x")
 
 
 @pytest.mark.keeps("experts-few-bits")

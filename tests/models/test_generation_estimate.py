@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tightfit as package
-from command_line import tightfit
+from command_line import mistake, tightfit
 from round_device import round_device
 from tightfit.errors import InputError
 from tightfit.memory.allocator import measured_peak
@@ -166,12 +166,10 @@ def test_the_command_line_answers_with_a_table_and_with_json():
     ids=str,
 )
 def test_misuse_of_the_flags_is_one_line(options, expected):
-    outcome = tightfit("estimate", *DECODER, *options)
-    assert outcome.code == 2
-    assert expected in outcome.error
+    assert expected in mistake("estimate", *DECODER, *options)
 
 
 def test_a_model_that_reads_no_tokens_is_refused():
-    outcome = tightfit("estimate", "--model", "models_by_name:image_model", "--device", "rtx4090", "--inference")
-    assert outcome.code == 2
-    assert "is for models of tokens" in outcome.error
+    assert "is for models of tokens" in mistake(
+        "estimate", "--model", "models_by_name:image_model", "--device", "rtx4090", "--inference"
+    )

@@ -15,6 +15,7 @@ from tightfit.planner.records import (
     PlannedProgram,
     Rejected,
     StepFigures,
+    WithHost,
 )
 from tightfit.ranks.world import Sharding
 
@@ -39,7 +40,7 @@ class CurveRecord:
 
 
 @dataclass(frozen=True)
-class EstimateRecord:
+class EstimateRecord(WithHost):
     """The predicted memory and time of one training step with no lever applied. Bytes are ints."""
 
     step_figures: StepFigures
@@ -69,14 +70,8 @@ class EstimateRecord:
         return self.step_figures.peak_bytes
 
     @property
-    def host_by_category(self) -> Mapping[str, int]:
-        """Bytes of the host's memory at the highest point there: the process, and what a training puts beside it."""
-        return self.host.by_category(self.step_figures.host_by_category)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Predicted peak of the host's memory."""
-        return sum(self.host_by_category.values())
+    def _training_step(self) -> StepFigures:
+        return self.step_figures
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -112,7 +107,7 @@ class EstimateRecord:
 
 
 @dataclass(frozen=True)
-class PlanRecord:
+class PlanRecord(WithHost):
     """The fastest combination of levers found whose peak, traced as applied, is within the budget.
 
     Bytes are ints. Seconds are those of one step with all its micro-batches. `levers` are the levers in use, each with
@@ -157,14 +152,8 @@ class PlanRecord:
         return self.planned.peak_bytes
 
     @property
-    def host_by_category(self) -> Mapping[str, int]:
-        """Bytes of the host's memory at the highest point there: the process, and what a training puts beside it."""
-        return self.host.by_category(self.planned.host_by_category)
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Predicted peak of the host's memory."""
-        return sum(self.host_by_category.values())
+    def _training_step(self) -> StepFigures:
+        return self.planned
 
     @property
     def step_seconds(self) -> float:

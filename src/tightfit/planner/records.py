@@ -146,6 +146,27 @@ class HostMemory:
         return {"process": self.process, **(loading if self.loaded > sum(in_steps.values()) else in_steps)}
 
 
+class WithHost:
+    """A record of a step that says what a training of it takes of the host's memory: `host`, and the step's own."""
+
+    host: HostMemory
+
+    @property
+    def _training_step(self) -> StepFigures:
+        """The step that runs in the training."""
+        raise NotImplementedError  # each record names it in its own way
+
+    @property
+    def host_by_category(self) -> Mapping[str, int]:
+        """Bytes of the host's memory at the highest point there: the process, and what a training puts beside it."""
+        return self.host.by_category(self._training_step.host_by_category)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Predicted peak of the host's memory."""
+        return sum(self.host_by_category.values())
+
+
 @dataclass(frozen=True)
 class Rejected:
     """A combination of levers that the search rejected, and why."""

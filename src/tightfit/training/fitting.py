@@ -19,7 +19,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.host import host_of
 from tightfit.planner.levers import MicroBatches, Recompute, allowed_levers
 from tightfit.planner.plans import Plan
-from tightfit.planner.records import HostMemory, StepFigures
+from tightfit.planner.records import HostMemory, StepFigures, WithHost
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.ranks.world import Sharding
@@ -36,7 +36,7 @@ from tightfit.units import format_bytes, parse_budget, parse_bytes
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(WithHost):
     """The step without and with its levers in figures, and the levers. Nothing is applied yet.
 
     All figures are of the longest batch. `buckets` hold the shorter ones too, the shortest first, where the data comes
@@ -57,17 +57,16 @@ class Fit:
     host: HostMemory = field(default_factory=HostMemory, compare=False)  # beside what the step puts there
 
     @property
+    def _training_step(self) -> StepFigures:
+        return self.planned
+
+    @property
     def host_by_category(self) -> dict[str, int]:
         """Bytes of the host's memory at the highest point there. On a CPU a shorter batch may have it."""
-        found = self.host.by_category(self.planned.host_by_category)
+        found = dict(super().host_by_category)
         is_shorter = self.planned.reserved_bytes is None and self.buckets
         rest = self.peak_bytes - self.copy_bytes - self.planned.peak_bytes if is_shorter else 0
         return {**found, **({"a shorter batch": rest} if rest > 0 else {})}
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Predicted peak of the host's memory."""
-        return sum(self.host_by_category.values())
 
     @property
     def sharding(self) -> Sharding:

@@ -241,6 +241,18 @@ class BlockLever(Lever):
         return None
 
 
+def refusal_without_link(name: str, device: "DeviceSpec") -> str | None:
+    """Why a plan for the device cannot use a lever that copies to the host; None if it can."""
+    from tightfit.devices.figures import copy_rates
+
+    if device.kind != "cuda" or copy_rates(device) is not None:
+        return None
+    return (
+        f"{name} is not available on {device.name}: the rate of its link to the host is not known: calibrate it "
+        f"again, or leave {name} out of the levers (recompute is exact too)"
+    )
+
+
 LeverType = TypeVar("LeverType", bound=type[Lever])
 L = TypeVar("L", bound=Lever)
 

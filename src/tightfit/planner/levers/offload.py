@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from tightfit.planner.levers.base import BlockKind, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import (
+    BlockKind,
+    BlockLever,
+    Choice,
+    Exactness,
+    Offer,
+    PlainStep,
+    Role,
+    refusal_without_link,
+    register,
+)
 from tightfit.planner.levers.recompute import Recompute
 from tightfit.units import format_bytes
 
@@ -49,14 +59,7 @@ class Offload(BlockLever):
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:
-        from tightfit.devices.figures import copy_rates
-
-        if device.kind != "cuda" or copy_rates(device) is not None:
-            return None
-        return (
-            f"offload is not available on {device.name}: the rate of its link to the host is not known: calibrate it "
-            "again, or leave offload out of the levers (recompute is exact too)"
-        )
+        return refusal_without_link(cls.name, device)
 
     @classmethod
     def options(cls, block: BlockKind, allowed: frozenset[str]) -> Sequence[Choice]:

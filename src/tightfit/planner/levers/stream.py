@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, refusal_without_link, register
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -63,14 +63,7 @@ class Stream(Lever):
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:
-        from tightfit.devices.figures import copy_rates
-
-        if device.kind != "cuda" or copy_rates(device) is not None:
-            return None
-        return (
-            f"stream is not available on {device.name}: the rate of its link to the host is not known: calibrate it "
-            "again, or leave stream out of the levers (recompute is exact too)"
-        )
+        return refusal_without_link(cls.name, device)
 
     def apply(self, model: "nn.Module") -> "Applied":
         """Nothing is moved before the first forward, or before `settle` of `levers/stream`."""
