@@ -85,6 +85,16 @@ def test_the_page_shows_the_bar_against_the_card_first_and_every_part(parts):
     assert recipes == ""
 
 
+def test_a_budget_has_a_line_on_each_bar():
+    estimate = next(answered(tiny()))
+    assert isinstance(estimate, EstimateRecord)
+    found = drawings.bars(estimate, None, "12GiB")
+    at = 100 * 12 * 2**30 / (drawings.ROOM * estimate.device_bytes)
+    assert f'<em class="budget" style="left:{at:.3f}%">' in found
+    assert found.count('<em class="card"') == found.count('class="track"') == 1
+    assert 'class="budget"' not in drawings.bars(estimate, None, "100%")
+
+
 @pytest.mark.slow  # searches for the least, and for recipes that fit
 def test_what_cannot_fit_says_the_least_and_keeps_the_bar():
     estimate, refusal, curve = answered(tiny(budget="0.01x"))

@@ -14,7 +14,7 @@ from tightfit.planner.report.plan_page import plan_page
 from tightfit.units import format_bytes
 from tiny import decoder, token_batch
 
-VOID = {"meta", "link", "br", "img", "input", "hr"}
+VOID = {"meta", "link", "br", "img", "input", "hr", "wbr"}
 
 
 class Parsed(HTMLParser):
@@ -41,6 +41,9 @@ class Parsed(HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] == "script":
             self.scripts.append(data)
+        elif self.tags and self.tags[-1][0] == "wbr":
+            self.texts[-1] += data.strip()
+            self.tags[-1] = ("joined", {})
         elif self.open and self.open[-1] != "style" and data.strip():
             self.texts.append(data.strip())
 
@@ -99,6 +102,14 @@ def test_the_charts_have_the_records_of_the_plan(page, plan):
     assert page.data["budget"] == plan.budget_bytes
     assert page.data["points"][0]["peak_bytes"] == plan.curve.points[0].peak_bytes
     assert {attrs.get("id") for _, attrs in page.tags} >= {"step-0", "step-1", "curve", "data"}
+
+
+def test_a_long_name_breaks_after_its_dots(page):
+    names = [text for text in page.texts if text.startswith("layers.*.mlp.")]
+    assert names
+    html = tables.table(("tensors",), [("layers.*.mlp.weight exp_avg",), ("0.5x of 3.1. <b>",)])
+    assert "layers.<wbr>*.<wbr>mlp.<wbr>weight exp_avg" in html
+    assert "0.5x of 3.1. &lt;b&gt;" in html
 
 
 def test_every_cell_names_its_column_for_narrow_screens(page):

@@ -86,10 +86,11 @@ def bars(estimate: EstimateRecord, plan: PlanRecord | None, budget: str) -> str:
     device_bytes = estimate.device_bytes
     budget_bytes = _budget_bytes(estimate, budget)
     scale = ROOM * max(device_bytes, budget_bytes, *(bar.taken_bytes for bar in shown))
-    lines = "".join(_bar(bar, scale, device_bytes) for bar in shown)
-    marks = _mark("card", f"{estimate.device}: {format_bytes(device_bytes)}", device_bytes / scale)
+    marks, ticks = _mark("card", f"{estimate.device}: {format_bytes(device_bytes)}", device_bytes / scale)
     if abs(budget_bytes - device_bytes) > 0.005 * scale:
-        marks += _mark("budget", f"budget {format_bytes(budget_bytes)}", budget_bytes / scale)
+        mark, tick = _mark("budget", f"budget {format_bytes(budget_bytes)}", budget_bytes / scale)
+        marks, ticks = marks + mark, ticks + tick
+    lines = "".join(_bar(bar, scale, device_bytes, ticks) for bar in shown)
     return f'<div class="bars"><div class="marks">{marks}</div>{lines}</div>{_legend(shown)}'
 
 
@@ -101,7 +102,7 @@ def _seconds(step: StepFigures) -> str:
     return f"{format_seconds(step.step_seconds)} a step, predicted"
 
 
-def _bar(bar: Bar, scale: float, device_bytes: int) -> str:
+def _bar(bar: Bar, scale: float, device_bytes: int, ticks: str) -> str:
     parts = [(category, size, COLOURS[category], "") for category, size in bar.step.by_category.items() if size]
     parts += [
         ("reserved by the allocator", bar.slack_bytes, "", "slack"),
@@ -118,14 +119,16 @@ def _bar(bar: Bar, scale: float, device_bytes: int) -> str:
     return (
         f'<div class="bar{" over" if over > 0 else ""}"><div class="name"><b>{escape(bar.name)}</b>'
         f"<span>{format_bytes(bar.taken_bytes)} in all, {fits}; {escape(bar.remark)}</span></div>"
-        f'<div class="track">{cells}<em style="left:{100 * device_bytes / scale:.3f}%"></em></div></div>'
+        f'<div class="track">{cells}{ticks}</div></div>'
     )
 
 
-def _mark(kind: str, text: str, share: float) -> str:
+def _mark(kind: str, text: str, share: float) -> tuple[str, str]:
+    """A name above the bars, and its line on each of them."""
     side = "right" if share > 0.5 else "left"
     at = 100 * (1 - share) if side == "right" else 100 * share
-    return f'<span class="{kind}" style="{side}:{at:.2f}%">{escape(text)}</span>'
+    name = f'<span class="{kind}" style="{side}:{at:.2f}%">{escape(text)}</span>'
+    return name, f'<em class="{kind}" style="left:{100 * share:.3f}%"></em>'
 
 
 def _legend(shown: Sequence[Bar]) -> str:

@@ -37,6 +37,10 @@ FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "DejaVu Sans", "san
 MONO_FONTS = ("ui-monospace", "SFMono-Regular", "Menlo", "DejaVu Sans Mono", "monospace")
 # The class that hides an answer to other fields, until there is another question (page.css says what stands there).
 HIDE = "() => { document.body.classList.add('changed') }"
+WATCH = (  # Gradio notices what is typed into a text, and not what is pasted, cut or deleted
+    "() => document.addEventListener('input', (event) => { if (event.target.closest('#field-budget, #field-targets'))"
+    " document.body.classList.add('changed') })"
+)
 SHOW = "(...values) => { document.body.classList.remove('changed'); return values }"
 WAITING = 64  # questions that may wait for a worker, over all readers
 FIELDS = (
@@ -175,6 +179,7 @@ def build_page(workers: Workers) -> "gradio.Blocks":
         fields["model"].input(lambda: (None, ""), None, [uploaded, fields["notes"]], queue=False, **private)
 
         # The answer is hidden in the browser, so that whatever still comes of it stays hidden too.
+        page.load(None, None, None, js=WATCH, **private)
         for name in FIELDS:
             fields[name].input(None, None, None, js=HIDE, **private)
             if hasattr(fields[name], "submit"):

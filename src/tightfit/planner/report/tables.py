@@ -1,5 +1,6 @@
 """The tables of the HTML page. On a narrow screen each row becomes a card that names its columns."""
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -18,13 +19,18 @@ def table(columns: Sequence[str], rows: Iterable[Row], *, texts: int = 1, chosen
     lines = []
     for index, row in enumerate(rows):
         cells = "".join(
-            f'<td{kind} data-label="{name}">{escape(text)}</td>'
+            f'<td{kind} data-label="{name}">{_breakable(text)}</td>'
             for kind, name, text in zip(kinds, names, row, strict=True)
         )
         mark = ' class="chosen"' if index == chosen else ""
         lines.append(f"<tr{mark}>{cells}</tr>")
     body = "\n".join(lines)
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+
+
+def _breakable(text: str) -> str:
+    """Long dotted names may break after a dot, and not within a word."""
+    return re.sub(r"(?<=[^\s.]\.)(?=[^\s.\d])", "<wbr>", escape(text))
 
 
 def peak(plain: StepFigures, planned: StepFigures | None) -> str:
