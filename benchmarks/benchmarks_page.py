@@ -23,8 +23,9 @@ NOTABLE = 0.01  # of a step: a smaller gain is called one
 HEAD = """\
 # Benchmarks
 
-Written by `make benchmarks` from `benchmarks/results/`. Ratios were measured side by side in one run, in turns. We have
-no graphics card: cells that need one are empty and say so. [accuracy.md](accuracy.md) has the predictions one by one.
+Written by `make benchmarks` from `benchmarks/results/`. Ratios were measured side by side in one run, in turns. Cells
+that need a card and were not measured on one are empty and say so. [accuracy.md](accuracy.md) has the predictions
+one by one.
 """
 
 # The files, and how each is made anew

@@ -31,6 +31,18 @@ def test_the_guide_says_what_null_cards_say():
     assert f"{found['planned']} 个计划中有 {found['over_budget']} 个超出预算" in chinese
 
 
+def test_the_guide_says_what_a_real_card_said():
+    found = json.loads((accuracy_page().RESULTS / "gpu.json").read_text("utf-8"))["summary"]
+    peaks, seconds = found["errors"]["peak_bytes"], found["errors"]["step_seconds"]
+    steps, planned, over = found["measured"], found["planned"], found["planned"] - found["within_budget"]
+    median, worst = f"{peaks['median']:.2%}", f"{peaks['worst']:.1%}"
+    english, chinese = (" ".join((ROOT / "docs" / at / "guide.md").read_text("utf-8").split()) for at in ("", "zh"))
+    assert f"{steps} steps, median error {median}, worst {worst}, and {over} of {planned} plans" in english
+    assert f"{steps} 个步骤，误差中位数 {median}，最差 {worst}，{planned} 个计划中有 {over} 个" in chinese
+    assert f"on the H200 {seconds['median']:.1%} and {seconds['worst']:.0%}." in english
+    assert f"H200 上为 {seconds['median']:.1%} 和 {seconds['worst']:.0%}。" in chinese
+
+
 def test_what_was_not_measured_is_said_to_be_missing(tmp_path):
     text = accuracy_page().page(tmp_path)
     first = "`benchmarks/accuracy.py`, `benchmarks/gpu`, `benchmarks/published/peaks.py`"
