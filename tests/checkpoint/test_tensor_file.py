@@ -227,6 +227,6 @@ def test_the_peaks_of_saving_and_loading_are_the_allocators(scratch: Path, case:
 
     expected = storage_bytes(resident)
     assert saving == pytest.approx(expected + tensors.save_peak_bytes(given), rel=0.001)
-    assert loading == pytest.approx(expected + tensors.load_peak_bytes(given), rel=0.001)
+    assert loading == pytest.approx(expected + tensors.save_peak_bytes(given), rel=0.001)
     assert verifying == expected
     assert tensors.save_peak_bytes(given) == {"in one piece": 0, "transposed": 1_000_000}.get(case, 16 << 20)

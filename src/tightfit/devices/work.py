@@ -35,10 +35,6 @@ class ProductShape(NamedTuple):
     inner: int
     layout: str = "nn"
 
-    @property
-    def multiply_adds(self) -> int:
-        return self.batch * self.rows * self.columns * self.inner
-
 
 class AttentionShape(NamedTuple):
     """Scaled dot product attention over `heads` (batch times query heads)."""
@@ -145,7 +141,7 @@ def _family(
         return Family.ARITHMETIC
     if family is Family.COPY and _turns_layout((*inputs, *outputs)):
         return Family.TRANSPOSE
-    if family is Family.PRODUCT and (not inputs or _is_depthwise(name, inputs, arguments)):
+    if family is Family.PRODUCT and (not inputs or _is_depthwise(name, inputs)):
         return Family.ARITHMETIC
     return family
 
@@ -344,7 +340,7 @@ def _convolution(
     return (product, product) if backward else (product,)
 
 
-def _is_depthwise(name: str, inputs: Sequence[CostedTensor], arguments: tuple[Any, ...]) -> bool:
+def _is_depthwise(name: str, inputs: Sequence[CostedTensor]) -> bool:
     """True if a convolution has one channel per group. It multiplies too little, and is limited by memory."""
     if "convolution" not in base_name(name):
         return False

@@ -110,12 +110,6 @@ class OffloadedAdamW(FrugalOptimizer):
         return [p for group in self.param_groups for p in group["params"] if p in self._offloaded]
 
     @property
-    def host_share(self) -> float:
-        """The share of the elements whose states are on the host."""
-        sizes = {p: p.numel() for group in self.param_groups for p in group["params"]}
-        return sum(sizes[p] for p in self._offloaded) / max(1, sum(sizes.values()))
-
-    @property
     def host_weights(self) -> Mapping[Tensor, Tensor]:
         """The weights' copies on the host that are not states: those of parameters that are not 16-bit."""
         return self._copies

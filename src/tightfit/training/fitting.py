@@ -77,10 +77,6 @@ class Fit(WithHost):
         """The micro-batches of a batch whose rows have `length` tokens."""
         return next((each.micro_batches for each in self.buckets if length <= each.length), self.micro_batches)
 
-    def peak_bytes_for(self, length: int) -> int:
-        """The peak that a step on a batch of such rows has at most, as predicted."""
-        return next((each.peak_bytes for each in self.buckets if length <= each.length), self.planned.peak_bytes)
-
     @property
     def budget_bytes(self) -> int | None:
         """The bytes that the step may take."""

@@ -87,7 +87,7 @@ class CapturedGraph:
             assert self.joint is not None, "shared graphs have a joint graph"
             parts = Assembly(policy, self.cast, fused=fused)
             parts.reads = self.joint.reads
-            forward, backward = parts.divided(copied_graph(self.joint.module), None, self.joint.returns, {})
+            forward, backward = parts.divided(copied_graph(self.joint.module), self.joint.returns, {})
             parts.write(forward, backward)
             found = self.as_one_node(parts)
             if found is not None:
@@ -145,7 +145,7 @@ class Assembly:
     def divide(self, joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> tuple[Any, Any]:
         # Dividing changes the graph. Settings that name nodes of this graph mean nothing for a copy.
         self.joint = Joint(copied_graph(joint), num_fwd_outputs, self.reads)
-        forward, backward = self.divided(joint, inputs, num_fwd_outputs, options)
+        forward, backward = self.divided(joint, num_fwd_outputs, options)
         self.write_own_backward(copied_graph(backward))  # AOTAutograd goes on with its own
         return forward, backward
 
@@ -167,7 +167,7 @@ class Assembly:
 
         self.partly = partly
 
-    def divided(self, joint: Any, inputs: Any, returns: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    def divided(self, joint: Any, returns: int, options: dict[str, Any]) -> tuple[Any, Any]:
         """The graphs of forward and backward. This changes the joint graph."""
         given = joint.graph.find_nodes(op="placeholder")
         demand_single_casts(given[place] for place in self.cast)
@@ -175,9 +175,7 @@ class Assembly:
         results = tree_leaves(output.args)
         self.sums = sums_of_autograd(joint)
         join_views(joint.graph, {node for node in results[:returns] if isinstance(node, torch.fx.Node)})
-        forward, backward = divide(
-            self.policy, joint, inputs, num_fwd_outputs=returns, keeps_draws=self.fused, **options
-        )
+        forward, backward = divide(self.policy, joint, num_fwd_outputs=returns, keeps_draws=self.fused, **options)
         self.returns = returns
         given = [n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
         self.tangents = tuple(TensorLike.of(node.meta["val"]) for node in given)
@@ -196,7 +194,7 @@ class Assembly:
         self.take(first, forward)
 
     def write_forward(self, module: Any, inputs: Sequence[Any]) -> Program:
-        program = write_forward(module, inputs, returns=None if self.backward is None else self.returns)
+        program = write_forward(module, returns=None if self.backward is None else self.returns)
         self.take(program, module)
         return program
 

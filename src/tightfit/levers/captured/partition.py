@@ -27,7 +27,7 @@ FORWARD = "tightfit_forward"  # the mark of forward's nodes, which their copies 
 
 
 def divide(
-    policy: Policy, joint: Any, inputs: Any, *, num_fwd_outputs: int, keeps_draws: bool = False, **options: Any
+    policy: Policy, joint: Any, *, num_fwd_outputs: int, keeps_draws: bool = False, **options: Any
 ) -> tuple[Any, Any]:
     """Make the graphs of forward and backward. Raises `CompileError` for a graph that cannot be captured.
 

@@ -53,7 +53,7 @@ def recomputed() -> Iterator[None]:
         yield
 
 
-def write_forward(module: Any, inputs: Sequence[Any], *, returns: int | None = None) -> Callable[[list[Any]], Any]:
+def write_forward(module: Any, *, returns: int | None = None) -> Callable[[list[Any]], Any]:
     """The program of a graph of forward, whose first results (`returns` of them, or all) go to the block's caller."""
     if not any(FORWARD in node.meta for node in module.graph.nodes):
         demand_plain(module)  # a block without gradients, whose graph was not divided

@@ -59,9 +59,6 @@ class CompiledBlocks(BlockLever):
         first = len(self.shares) - last
         return CompiledBlocks((*self.shares[:first], *higher.shares[first:]))
 
-    def share_of(self, path: str) -> float | None:
-        return dict(self.shares).get(path)
-
     def within(self, paths: Sequence[str]) -> "CompiledBlocks":
         known = set(paths)
         return CompiledBlocks(self.shares, tuple(path for path in self.paths if path in known))

@@ -44,9 +44,6 @@ def save_peak_bytes(tensors: Mapping[str, Tensor]) -> int:
     return max([0, *(min(tensor.nbytes, STAGING_BYTES) for tensor in tensors.values() if _is_staged(tensor))])
 
 
-load_peak_bytes = save_peak_bytes  # the other way the same bytes take the same road
-
-
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of the file that saving these tensors makes. Raises `OutputError` where one cannot be saved."""
     return _layout(checked_specs(tensors), shared_memory(tensors)).nbytes
