@@ -45,7 +45,7 @@ _YEAR = 365 * 24 * 3600
 
 
 @contextmanager
-def played_device(figures: Mapping[str, Any]) -> Iterator[None]:
+def simulated_device(figures: Mapping[str, Any]) -> Iterator[None]:
     """Inside, one thread of this machine's CPU has these figures, from a cache of its own.
 
     Threads that wait for each other on a busy machine take many times as long as one.
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     steps = SMALL_STEPS if options.small else STEPS
     figures = json.loads(FIGURES.read_text())["device"]
-    with tempfile.TemporaryDirectory() as folder, played_device(figures):
+    with tempfile.TemporaryDirectory() as folder, simulated_device(figures):
         where = environment()
         sides = {name: trained(name, Path(folder) / name, options.small, steps) for name in SIDES}
     demand_identical(sides, steps)

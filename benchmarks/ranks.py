@@ -40,7 +40,7 @@ from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.messages import MESSAGES
-from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.world import DDPSettings, Parallel, Sharding, World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2, modules_apart
@@ -178,7 +178,7 @@ def predicted(case: Case, rank: int) -> dict[str, Any]:
     model = case.model()
     sharding = case.sharding(model) if case.parallel in ("fsdp2", "cp") else Sharding()
     world = World(case.world_size, case.parallel, 1, sharding, DDPSettings.of(dict(case.ddp)))
-    played = PlayedRank(world, rank, find_blocks(model), case.precision)
+    played = SimulatedRank(world, rank, find_blocks(model), case.precision)
     trace = trace_step(own_copy(model), case.parts(), model_loss, settings=case.settings, rank=played)
     without = (
         level - operator.workspace_bytes * operator.name.startswith(MESSAGES)

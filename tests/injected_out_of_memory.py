@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.runtime.aside import asides
+from tightfit.runtime.outside import outside
 
 CPU_WORDS = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -38,7 +38,7 @@ class OutOfMemoryAt(TorchDispatchMode):
         self.count = self.raised = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if asides.depth:  # a plan is being made: it runs no operator of the training
+        if outside.depth:  # a plan is being made: it runs no operator of the training
             return func(*args, **(kwargs or {}))
         number = self.count
         self.count += 1

@@ -22,7 +22,7 @@ from benchmarks.published import torchtitan
 from tightfit.devices.present import lookup
 from tightfit.levers.micro_batch import as_parts, as_tensors, split_batch
 from tightfit.planner.request import role_of
-from tightfit.ranks.playing import own_copy
+from tightfit.ranks.simulated import own_copy
 from tightfit.step import StepSettings, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.cuda.replay import play

@@ -24,7 +24,7 @@ from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Lever, Recompute
 from tightfit.planner.plans import BlockChoice, Plan
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.tracing.restore import random_states, untouched
 from tightfit.tracing.twin import has_no_memory
@@ -101,7 +101,7 @@ class ChangedValues:
         return Difference(moved[0], math.nan) if moved else None
 
 
-@aside()
+@outside_training()
 def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = None) -> Verification:
     """Run the model on this batch without and with the plan, and compare. The model does not change.
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tightfit.runtime.aside import asides
+from tightfit.runtime.outside import outside
 
 SMALLEST = 512  # bytes: what the allocator hands out
 
@@ -23,7 +23,7 @@ class FullAt(TorchDispatchMode):
         self.allocating: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if asides.depth:  # a plan is being made: it runs no operator of the training
+        if outside.depth:  # a plan is being made: it runs no operator of the training
             return func(*args, **(kwargs or {}))
         number = self._count
         self._count += 1

@@ -78,5 +78,5 @@ def casts(call: Callable[[], Any]) -> list[Any]:
 def test_a_dry_run_casts_in_the_order_of_the_cuda_build(name):
     real = casts(dict(calls("cuda"))[name])
     assert real
-    with CARD.playing():
+    with CARD.simulated():
         assert casts(dict(calls("cpu"))[name]) == real

@@ -9,12 +9,12 @@ import torch
 
 import tightfit
 from tightfit.errors import CompileError, DeviceError, LeverError
-from tightfit.levers.activity import players
+from tightfit.levers.activity import simulators
 from tightfit.levers.compiled import compile_paths
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.runtime.internals import is_innermost
 from tightfit.step import StepSettings, model_loss
-from tightfit.tracing.compiled_code import KERNEL, fresh, played
+from tightfit.tracing.compiled_code import KERNEL, compiled_runner, fresh
 from tightfit.tracing.record import Phase
 from tightfit.tracing.step import trace_step
 from tightfit.training.config import parse_config
@@ -134,7 +134,7 @@ def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
         raise AssertionError("a kernel is built")
 
     def allocated(*arguments):
-        watched.append(is_innermost(played().dry))
+        watched.append(is_innermost(compiled_runner().dry))
         return fresh(*arguments)
 
     watched, share = [], 0.77  # a share of this test's own: code is written once for each
@@ -143,7 +143,7 @@ def test_a_dry_run_builds_no_kernel_and_leaves_nothing_behind(monkeypatch):
     model, batch = decoder(num_layers=2), token_batch(2)
     with tightfit.compile_blocks(model, "layers.*", keep=share):
         found = tightfit.estimate(model, batch).peak_bytes
-        assert players.compiled is None
+        assert simulators.compiled is None
         with pytest.raises(Exception, match="a kernel is built"):
             model_loss(model, batch)
     # AOTAutograd runs code for the first time under a mode of its own. Under that one alone, products are computed.

@@ -21,7 +21,7 @@ from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.ranks.peaks import rows_of
-from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import TokenBatch, model_loss
@@ -51,7 +51,7 @@ def sharded(made):
 
 def played_with(made, found, rank):
     """The peak of a rank that runs the plan, without the search that found it."""
-    played = PlayedRank(World(RANKS, found.parallel, sharding=found.sharding), rank, find_blocks(made))
+    played = SimulatedRank(World(RANKS, found.parallel, sharding=found.sharding), rank, find_blocks(made))
     own = own_copy(made)
     parts = as_parts(split_batch(BATCH.tensors(), found.micro_batches), model_loss)
     with found.apply(own):

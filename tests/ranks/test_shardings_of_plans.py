@@ -21,7 +21,7 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
-from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.world import Sharding, World
 from tightfit.ranks.wrapping import change_sharding, in_fsdp2, modules_apart
 from tightfit.step import TokenBatch, forward_backward, model_loss
@@ -47,7 +47,7 @@ def slow_card(bytes_per_second: float):
 
 
 def peak(made: Decoder, sharding: Sharding, micro_batches: int = 1) -> int:
-    rank = PlayedRank(World(2, sharding=sharding), 0, find_blocks(made))
+    rank = SimulatedRank(World(2, sharding=sharding), 0, find_blocks(made))
     parts = as_parts(split_batch(BATCH.tensors(), micro_batches), model_loss)
     return trace_step(own_copy(made), parts, model_loss, rank=rank).peak_bytes
 

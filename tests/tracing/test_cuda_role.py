@@ -155,7 +155,7 @@ def test_the_lists_hold_every_operator_that_this_release_casts_for_cuda():
 
 
 def cast_dtype(function: Any, *inputs: torch.Tensor) -> torch.dtype:
-    with A100.playing(), torch.autocast("cpu", torch.bfloat16):
+    with A100.simulated(), torch.autocast("cpu", torch.bfloat16):
         return function(*inputs).dtype
 
 
@@ -256,7 +256,7 @@ def test_a_weight_is_cast_once_within_a_region_and_anew_in_the_next():
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(2, 8)
-    with A100.playing(), Spy():
+    with A100.simulated(), Spy():
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 F.linear(F.linear(x, weight), weight)
@@ -284,7 +284,7 @@ def test_autocast_casts_an_operators_last_argument_first(call, order):
                 cast.extend(n for n, t in tensors.items() if t.data_ptr() == args[0].data_ptr())
             return func(*args, **(kwargs or {}))
 
-    with A100.playing(), Spy(), torch.autocast("cpu", torch.bfloat16):
+    with A100.simulated(), Spy(), torch.autocast("cpu", torch.bfloat16):
         call(*tensors.values())
     assert " ".join(cast) == order
 
@@ -330,7 +330,7 @@ def test_code_that_asks_which_kernel_takes_its_attention_gets_the_cards_answer()
         return own.can_use_flash_attention(call), own.can_use_efficient_attention(call)
 
     before = asked(torch.bfloat16)
-    with A100.playing():
+    with A100.simulated():
         assert asked(torch.bfloat16) == (True, True)
         assert asked(torch.bfloat16, grouped=True) == (True, False)
         assert asked(torch.float32) == (False, True)
@@ -439,6 +439,6 @@ def test_operators_of_other_libraries_are_cast_if_autocast_casts_them_on_cards(o
     x, operator = torch.ones(2, 2), getattr(other_library, name)
     with torch.autocast("cpu", torch.bfloat16):
         assert operator(x).dtype == torch.bfloat16
-        with A100.playing():
+        with A100.simulated():
             assert operator(x).dtype == dtype
         assert operator(x).dtype == torch.bfloat16

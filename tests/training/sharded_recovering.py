@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from injected_out_of_memory import OutOfMemoryAt
 from tightfit.ranks.processes.launch import launched
 from tightfit.ranks.processes.ranks import ALONE, Ranks, SeveralRanks
-from tightfit.ranks.sent import SentMessages
+from tightfit.ranks.sent_messages import SentMessages
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import StepSettings
 from tightfit.training.fitting import Fit, LeversInForce

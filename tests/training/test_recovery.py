@@ -11,10 +11,10 @@ from recovering import VOCABULARY, Awkward, Remembered, batch, config, plain_fit
 
 from injected_out_of_memory import OutOfMemoryAt, cpu_error, cuda_error
 from tightfit.errors import CannotFit, RecoveryError
-from tightfit.levers.activity import activity, players
+from tightfit.levers.activity import activity, simulators
 from tightfit.ranks.processes.ranks import Ranks
-from tightfit.runtime.aside import asides
 from tightfit.runtime.internals import is_fake
+from tightfit.runtime.outside import outside
 from tightfit.runtime.simulation import simulation
 from tightfit.training.fitting import LeversInForce
 from tightfit.training.interrupt import Interrupted
@@ -40,7 +40,7 @@ def recomputing():
     return found
 
 
-CONTEXTS = (simulation, asides, activity, players)
+CONTEXTS = (simulation, outside, activity, simulators)
 
 
 def nothing(number):
@@ -254,7 +254,7 @@ def test_levers_can_be_aside_and_come_back(plain, recomputing):
     model = Awkward()
     with LeversInForce(recomputing, model) as levers:
         assert "forward" in vars(model.blocks[0]) or "forward" in vars(model.blocks[1])
-        with levers.aside():
+        with levers.taken_off():
             assert all("forward" not in vars(block) for block in model.blocks)
         levers.replace(plain)
         assert all("forward" not in vars(block) for block in model.blocks)

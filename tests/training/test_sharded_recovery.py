@@ -22,7 +22,7 @@ from tightfit.devices.known import find
 from tightfit.devices.present import lookup_present
 from tightfit.errors import CannotFit, RecoveryError
 from tightfit.ranks.processes.ranks import ALONE, Ranks
-from tightfit.ranks.sent import SentMessages
+from tightfit.ranks.sent_messages import SentMessages
 from tightfit.ranks.world import Sharding
 from tightfit.ranks.wrapping import change_sharding, in_fsdp2
 from tightfit.runtime.internals import fake_process_group, forget_placements, groups_of_state, states_of_fsdp2

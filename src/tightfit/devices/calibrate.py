@@ -39,13 +39,13 @@ from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec, Kind
 from tightfit.devices.timing import Call, fastest
 from tightfit.errors import DeviceError
 from tightfit.memory.failure import is_out_of_memory
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 
 SECONDS = 7.0  # for all kinds of calls together; a slow or busy device takes longer
 ROUNDS = 6
 
 
-@aside()
+@outside_training()
 def calibrate(kind: Kind = "cpu") -> DeviceSpec:
     """Measure the CPU, or the current CUDA device, with the threads and precision settings now in force.
 

@@ -19,7 +19,7 @@ from tightfit.devices.known import closest
 from tightfit.devices.machine import device_name
 from tightfit.devices.spec import DeviceSpec, Kind
 from tightfit.devices.timing import Call, fastest
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 
 SECONDS = 0.2  # for all quick calls together, and up to twice as long while their times still fall
 ROUNDS = 20
@@ -80,7 +80,7 @@ def scaled(known: DeviceSpec, seconds: Mapping[str, float]) -> DeviceSpec:
     )
 
 
-@aside()
+@outside_training()
 def _quick_seconds() -> dict[str, float]:
     """The least seconds of each quick call. Does not use the user's random generators."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -16,7 +16,7 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.shared import shapes, shared_plan
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import is_distributed
-from tightfit.ranks.found import as_before_sharding, shards_of
+from tightfit.ranks.existing_shards import as_before_sharding, shards_of
 from tightfit.ranks.processes.once import said_once
 from tightfit.ranks.shards import free_gathered
 from tightfit.ranks.world import Shards, World, world_of

@@ -8,7 +8,7 @@ from torch import nn
 from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import IGNORE_INDEX, batch_size, valid_tokens
 from tightfit.planner.separation import trials
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, Part
 
 
@@ -36,7 +36,7 @@ NEXT_TOKENS = Weighing(valid_tokens)
 WEIGHINGS = (SUM, NEXT_TOKENS, Weighing(valid_labels), Weighing(batch_size))
 
 
-@aside()
+@outside_training()
 def measure_weighing(model: nn.Module, batch: Batch, loss: Loss) -> Weighing:
     """The first weighing for which the losses and gradients of samples combine into those of their batch.
 

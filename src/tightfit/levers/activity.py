@@ -35,8 +35,8 @@ class Activity(threading.local):
             self.region, self.occurrence, self.operands, self.recording = outer
 
 
-class Players(threading.local):
-    """The work of a dry run in the place of the levers' own. Mutable, one instance: `players`."""
+class Simulators(threading.local):
+    """The work of a dry run in the place of the levers' own. Mutable, one instance: `simulators`."""
 
     # Simulates the copy of a tensor's storage out of the counted memory and back (`HostTransfer` in
     # levers/offload/transfers.py). On CUDA the copy may run in parallel with the computation.
@@ -51,7 +51,7 @@ class Players(threading.local):
 
 
 activity = Activity()
-players = Players()
+simulators = Simulators()
 
 
 class _Depth:

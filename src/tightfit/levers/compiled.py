@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import CompileError, LeverError
-from tightfit.levers.activity import players
+from tightfit.levers.activity import simulators
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import FrugalForward
@@ -86,18 +86,18 @@ class CompiledForward(FrugalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
-        if players.compiled is not None and not simulation.of_cuda:
-            return self.written(players.compiled, args, kwargs)
+        if simulators.compiled is not None and not simulation.of_cuda:
+            return self.written(simulators.compiled, args, kwargs)
         if dispatch_is_watched():
             # dynamo leaves code alone under a dispatch mode. The mode would see eager operators or none at all.
             return self.original(*args, **kwargs)
         with many_compilations():
             return compiled_forward(type(self.module), self.keep, self.whole)(self.module, *args, **kwargs)
 
-    def written(self, played: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def written(self, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """The block in a dry run: the code that the compiler generates, or eager code if only parts would compile."""
         try:
-            return played(self.module, self.keep, args, kwargs)
+            return run(self.module, self.keep, args, kwargs)
         except CompileError:
             if self.whole:
                 raise

@@ -43,8 +43,8 @@ from tightfit.planner.shared import plan_of_one_rank
 from tightfit.planner.step_figures import dtypes_of, fingerprint, step_figures
 from tightfit.ranks.peaks import shards_of
 from tightfit.ranks.world import Sharding
-from tightfit.runtime.aside import aside
 from tightfit.runtime.internals import process_group_exists
+from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, Optimizer, Precision, Step, TokenBatch
 from tightfit.tracing.copies import AWAY
 from tightfit.tracing.record import StepTrace
@@ -229,7 +229,7 @@ def plan(
     return plan_of_one_rank(request, budget, lambda: plan_asked(request, budget, curve=curve))
 
 
-@aside()
+@outside_training()
 @old_objects_left_alone()
 @real_tensors()
 def curve(
@@ -284,7 +284,7 @@ def curve(
     return Tradeoff(search).curve(points)
 
 
-@aside()
+@outside_training()
 @old_objects_left_alone()
 @real_tensors()
 def estimate_asked(asked: Request) -> Estimate:
@@ -293,7 +293,7 @@ def estimate_asked(asked: Request) -> Estimate:
     return replace(make_estimate(request), host=host.host_of(request))
 
 
-@aside()
+@outside_training()
 @old_objects_left_alone()
 @real_tensors()
 def plan_asked(asked: Request, budget: int | str, *, curve: bool = False) -> Plan:

@@ -86,7 +86,7 @@ def check_step_in_backward(in_backward: bool, grad_clip: float | None, precision
 
 
 def check_world(world: World | None, optimizer: Any, in_backward: bool, micro_batches: int = 1) -> None:
-    """Raise `InputError` for a step that no rank of a world can be played with."""
+    """Raise `InputError` for a step that no rank of a world can be simulated with."""
     if world is None:
         return
     # FSDP2 replaces the parameters, DDP keeps them. Where a guest's model is sharded, its optimizer is known.
@@ -126,8 +126,8 @@ def check_steps(steps: Any) -> None:
 
 
 def levers_of_ranks(world: World | None, named: Any, device: DeviceSpec) -> frozenset[str]:
-    """The levers that a plan may use, on the ranks of a world. Raises `InputError` for one that no rank is played with,
-    and for an unknown one.
+    """The levers that a plan may use, on the ranks of a world. Raises `InputError` for one that no rank is simulated
+    with, and for an unknown one.
     """
     levers = allowed_levers(named)
     if world is None:

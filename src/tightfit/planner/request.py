@@ -48,8 +48,8 @@ from tightfit.planner.separation import can_be_tried, refuse_coupled
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.ranks.messages import overlapped, with_messages
 from tightfit.ranks.peaks import RankTraces, trace_ranks
-from tightfit.ranks.playing import PlayedRank, own_copy, refusals_of_shards
 from tightfit.ranks.processes.launch import launched
+from tightfit.ranks.simulated import SimulatedRank, own_copy, refusals_of_shards
 from tightfit.ranks.world import Sharding, Shards, World, communicator_bytes, world_of
 from tightfit.runtime.internals import default_group, process_group_exists
 from tightfit.step import Batch, Loss, Optimizer, Part, Step, StepSettings, model_loss
@@ -439,7 +439,7 @@ class Tracer:
         return self.whole(self.request.plain, {})
 
     def _step(
-        self, model: nn.Module, combination: Combination, routing: Routing, rank: PlayedRank | None = None
+        self, model: nn.Module, combination: Combination, routing: Routing, rank: SimulatedRank | None = None
     ) -> StepTrace:
         """A step of a model that has its levers on."""
         request = self.request
@@ -457,11 +457,11 @@ class Tracer:
                 rank=rank,
             )
 
-    def rank(self, world: World, number: int = 0) -> PlayedRank:
+    def rank(self, world: World, number: int = 0) -> SimulatedRank:
         """A rank of a world, which shards the blocks of the request's model one by one."""
         are_sharded = world.is_sharded and world.shards is None
         blocks = find_blocks(self.request.model, self.request.blocks) if are_sharded else []
-        return PlayedRank(world, number, blocks, self.request.settings.precision)
+        return SimulatedRank(world, number, blocks, self.request.settings.precision)
 
     @property
     def settings_of_rank(self) -> StepSettings:
@@ -480,7 +480,7 @@ class Tracer:
     def of_rank(
         self,
         model: nn.Module,
-        rank: PlayedRank,
+        rank: SimulatedRank,
         combination: Combination,
         policies: Mapping[str, Policy],
         joined: Sequence[str] = (),
@@ -505,7 +505,7 @@ class Tracer:
         levers = (combination or request.plain, policies or {}, joined, routing)
         settings = self.settings_of_rank
 
-        def trace(model: nn.Module, rank: PlayedRank) -> StepTrace:
+        def trace(model: nn.Module, rank: SimulatedRank) -> StepTrace:
             return first if first is not None and rank.number == 0 else self.of_rank(model, rank, *levers)
 
         def update(model: nn.Module) -> StepTrace:

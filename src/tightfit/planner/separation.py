@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map_only
 from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, inseparable_samples, split_batch
 from tightfit.levers.samples import mapped, on_device, rows_of, shortened, unlike
-from tightfit.runtime.aside import aside
 from tightfit.runtime.dropout import without_dropout
+from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, Part
 from tightfit.tracing.draws import Draws, Generators, assumed
 from tightfit.tracing.restore import Contents, random_states, untouched
@@ -86,7 +86,7 @@ class SampleLosses:
         )
 
 
-@aside()
+@outside_training()
 def refuse_coupled(model: nn.Module, batch: Batch, loss: Loss, weigh: Weights | None = None) -> None:
     """Raise `Coupled`, with the reason, unless the samples of the batch can be computed apart.
 

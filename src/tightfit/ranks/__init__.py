@@ -1,1 +1,1 @@
-"""One process of several, played on one machine: what DDP or FSDP2 makes of a model in each rank."""
+"""One process of several, simulated on one machine: what DDP or FSDP2 makes of a model in each rank."""

@@ -1,8 +1,9 @@
 """The peaks of all ranks of a world.
 
-Ranks that hold equal shards have equal steps. Rank 0 has the largest shards, and its whole step is played. The others
-run the same operators in forward and backward, on buffers of the same sizes, because FSDP2 pads what it gathers and
-reduces. They differ in the optimizer's states and in what the optimizer's step allocates: only that is played for them.
+Ranks that hold equal shards have equal steps. Rank 0 has the largest shards, and its whole step is simulated. The
+others run the same operators in forward and backward, on buffers of the same sizes, because FSDP2 pads what it gathers
+and reduces. They differ in the optimizer's states and in what the optimizer's step allocates: only that is simulated
+for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.world import World
 from tightfit.step import Precision
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.unbacked import unbacked_tensor
 
-RankTracer = Callable[[nn.Module, PlayedRank], StepTrace]  # the step of a rank's own model
+RankTracer = Callable[[nn.Module, SimulatedRank], StepTrace]  # the step of a rank's own model
 UpdateTracer = Callable[[nn.Module], StepTrace]  # the optimizer's phase on parameters that a module holds
 Kind = tuple[int, ...]
 
@@ -39,7 +40,7 @@ def trace_ranks(
     trace_update: UpdateTracer,
 ) -> RankTraces:
     """Play rank 0, and the optimizer's phase of one rank of each other kind."""
-    largest = trace(own_copy(model), PlayedRank(world, 0, blocks, precision))
+    largest = trace(own_copy(model), SimulatedRank(world, 0, blocks, precision))
     lengths = row_counts(model) if world.is_sharded else []
     kinds = [tuple(rows_of(length, world.size, rank) for length in lengths) for rank in range(world.size)]
     if world.sharding.on_host:  # of what ranks differ in, nothing is on the device
@@ -49,7 +50,7 @@ def trace_ranks(
         # Muon multiplies whole matrices, so what a rank allocates is not a matter of its own shards.
         for rank, kind in enumerate(kinds):
             if kind not in peaks:
-                peaks[kind] = trace(own_copy(model), PlayedRank(world, rank, blocks, precision)).peak_bytes
+                peaks[kind] = trace(own_copy(model), SimulatedRank(world, rank, blocks, precision)).peak_bytes
     elif len(set(kinds)) > 1:
         phases = largest.phase_peaks()
         optimizer = phases.pop(Phase.OPTIMIZER)

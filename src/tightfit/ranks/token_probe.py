@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 
 # Of the largest number: products of other shapes (tokens that change their expert) round differently. A token that
 # meets another one changes by as much as it is large.
@@ -42,7 +42,7 @@ def tokens_meet(block: nn.Module, forward: Callable[[Tensor], Tensor], hidden: T
     """
     half = hidden.shape[1] // 2
     halves = slice(0, half), slice(half, None)
-    with aside(), torch.no_grad(), _restored(block, hidden.device), _OwnValue():
+    with outside_training(), torch.no_grad(), _restored(block, hidden.device), _OwnValue():
         plain = _drawn_alike(forward, hidden)
         limit = _NOTICED.get(plain.dtype, _NOTICED_IN_16_BITS) * float(plain.abs().max())
         for changed, other in (halves, halves[::-1]):

@@ -33,7 +33,7 @@ class DDPSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "DDPSettings":
-        """The settings among a user's arguments. Raises `InputError` for an argument that no rank is played with."""
+        """The settings among a user's arguments. Raises `InputError` for an argument that no rank is simulated with."""
         if not isinstance(given, Mapping):
             raise InputError(f"ddp is a {type(given).__name__}, wanted a dict of arguments of DistributedDataParallel")
         known = {each.name for each in fields(cls)}

@@ -31,7 +31,7 @@ def in_ddp(model: nn.Module, settings: DDPSettings | None = None) -> nn.Module:
 
 
 def settings_of_ddp(wrapped: nn.parallel.DistributedDataParallel) -> DDPSettings:
-    """The settings of a model in DDP. Raises `ModelError` for what no rank is played with."""
+    """The settings of a model in DDP. Raises `ModelError` for what no rank is simulated with."""
     ddp: Any = wrapped
     if ddp._comm_hooks:
         raise ModelError(

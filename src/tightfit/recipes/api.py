@@ -26,7 +26,7 @@ from tightfit.recipes.records import Autocast, Dtype, Outcome, Recipe
 from tightfit.recipes.search import RecipeSearch
 from tightfit.recipes.shares import Row, Shares
 from tightfit.recipes.variants import OptimizerOf, optimizer_of
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors
@@ -124,7 +124,7 @@ def fit(
     return recipes_of(asked, budget, wanted, notice=notice)
 
 
-@aside()
+@outside_training()
 @old_objects_left_alone()
 @real_tensors()
 def recipes_of(

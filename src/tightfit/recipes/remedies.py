@@ -20,7 +20,7 @@ from tightfit.recipes.lines import change_in_words, sections_for, statements_for
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.variants import Models
 from tightfit.recipes.ways import Remedy
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 from tightfit.tracing.record import StepTrace
 from tightfit.units import format_bytes
 
@@ -47,7 +47,7 @@ class _Trial:
     yaml: str
 
 
-@aside()
+@outside_training()
 @old_objects_left_alone()
 def priced_remedies(request: Request, limit_bytes: int | None) -> PricedRemedies:
     """Run the step dry without and with each remedy, and rank the remedies.

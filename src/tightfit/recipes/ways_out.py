@@ -5,11 +5,11 @@ from tightfit.planner.refusal import Refusal
 from tightfit.recipes.finding import Finder
 from tightfit.recipes.finding_of_ranks import RanksFinder
 from tightfit.recipes.ways import WaysOut
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 from tightfit.tracing.twin import real_tensors
 
 
-@aside()
+@outside_training()
 @old_objects_left_alone()
 @real_tensors()
 def ways_out_of(refusal: Refusal | None) -> WaysOut:

@@ -17,7 +17,6 @@ from tightfit.errors import InputError
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim.by_name import host_states, named_states
 from tightfit.optim.in_backward import gradient_memory
-from tightfit.runtime.aside import aside
 from tightfit.runtime.internals import (
     at_end_of_backward,
     current_node,
@@ -26,8 +25,9 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.operators import Traits
+from tightfit.runtime.outside import outside_training
 from tightfit.runtime.simulation import simulation
-from tightfit.tracing.compiled_code import compiled_code_played
+from tightfit.tracing.compiled_code import compiled_code_simulated
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
@@ -47,7 +47,7 @@ from tightfit.tracing.recording import OperatorCost, no_cost
 from tightfit.tracing.restore import Contents, generators_restored
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import filling_off, record
-from tightfit.tracing.streams import moves_played
+from tightfit.tracing.streams import moves_simulated
 from tightfit.tracing.twin import memory_given
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
@@ -166,7 +166,7 @@ def code_run_dry(
     owned = [p for o in reached.optimizers for group in o.param_groups for p in group["params"]]
     held, others = [*parameters, *buffers, *plain], [*owned, *states, *reached.tensors]
     with (
-        aside(),
+        outside_training(),
         inference_mode_as_no_grad(),
         memory_given(held, others, modules.values()),
         _restored(reached, list(modules.values()), [*held, *others]),
@@ -190,7 +190,7 @@ def code_run_dry(
                 for part in memory_of(tensor):
                     ledger.announce(part, Category.INPUT, known=not is_unbacked(part))
             with (
-                nullcontext() if role is None else role.playing(),
+                nullcontext() if role is None else role.simulated(),
                 FLASH_LOOKUP.active(),
                 _steps_followed(dry),
                 dry,
@@ -198,8 +198,8 @@ def code_run_dry(
                 filling_off(),
                 reads_answered(dry),
                 random_states_counted(dry),
-                moves_played(dry),
-                compiled_code_played(dry),
+                moves_simulated(dry),
+                compiled_code_simulated(dry),
             ):
                 yield dry
         finally:

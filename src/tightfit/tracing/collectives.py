@@ -12,7 +12,7 @@ from tightfit.tracing.recording import Recording
 from tightfit.tracing.shapes import TensorShape
 
 
-def play_collective(
+def simulate_collective(
     dry: Recording, func: Any, traits: Traits, args: tuple, kwargs: dict, compute: Callable[..., Any]
 ) -> Any:
     """A collective's results, as if all other processes had sent their parts.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import CompileError
-from tightfit.levers.activity import players
+from tightfit.levers.activity import simulators
 from tightfit.levers.compiled import own_forward
 from tightfit.runtime.internals import compiled_code_on, inductor_with_budget, is_active, many_compilations, no_modes
 from tightfit.tracing.dry_run import DryRun
@@ -26,16 +26,16 @@ KERNEL = "tightfit.compiled"  # a fused kernel, as an operator of a trace
 
 
 @contextmanager
-def compiled_code_played(dry: DryRun) -> Iterator[None]:
+def compiled_code_simulated(dry: DryRun) -> Iterator[None]:
     """A context in which compiled blocks run the compiler's generated code, and the trace records it.
 
     The programs of captured blocks run as they are, since they consist of ATen operators.
     """
-    players.compiled = players.captured = CompiledRunner(dry)
+    simulators.compiled = simulators.captured = CompiledRunner(dry)
     try:
         yield
     finally:
-        players.compiled = players.captured = None
+        simulators.compiled = simulators.captured = None
 
 
 class CompiledRunner:
@@ -95,9 +95,9 @@ class CompiledRunner:
         dry.note(KERNEL, seconds, reads=tuple(cell.value for cell, _ in reads), makes=tuple(makes))
 
 
-def played() -> CompiledRunner:
-    assert isinstance(players.compiled, CompiledRunner), "compiled code is written for dry runs"
-    return players.compiled
+def compiled_runner() -> CompiledRunner:
+    assert isinstance(simulators.compiled, CompiledRunner), "compiled code is written for dry runs"
+    return simulators.compiled
 
 
 @functools.cache
@@ -121,7 +121,7 @@ def without_kernels(source: str) -> types.ModuleType:
         async_compile.AsyncCompile = real
     module.__dict__["empty_strided_cpu"] = fresh
     call = module.__dict__["call"]
-    module.__dict__["call"] = lambda args: played().run(call, args)
+    module.__dict__["call"] = lambda args: compiled_runner().run(call, args)
     return module
 
 
@@ -135,7 +135,7 @@ class KernelWriter:
 
     def cpp_pybinding(self, argument_types: list[str], source: str) -> Callable[..., None]:
         is_read = [kind.startswith("const ") for kind in argument_types]
-        return lambda *args: played().kernel(is_read, args)
+        return lambda *args: compiled_runner().kernel(is_read, args)
 
     def wait(self, scope: dict[str, Any]) -> None:
         pass  # no kernel is built, so there is nothing to wait for

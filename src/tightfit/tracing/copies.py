@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from tightfit.devices.clocks import Seconds
-from tightfit.levers.activity import offload, players
+from tightfit.levers.activity import offload, simulators
 from tightfit.runtime.operators import fresh_memory
 from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.tracing.dry_run import DryRun
@@ -27,18 +27,18 @@ TO_HOST, TO_DEVICE = "tightfit.to_host", "tightfit.to_device"  # copies of weigh
 
 
 @contextmanager
-def copies_played(dry: DryRun) -> "Iterator[Clock | None]":
+def copies_simulated(dry: DryRun) -> "Iterator[Clock | None]":
     """A context in which offload copies nothing large, and the trace records the time of each copy.
 
     Its value is the clock of copies that run in parallel with the computation; None on a CPU.
     """
     clock = Clock(dry) if simulation.of_cuda else None
-    players.copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
-    simulation.link = None if clock is None else PlayedLink(dry, clock)
+    simulators.copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
+    simulation.link = None if clock is None else SimulatedLink(dry, clock)
     try:
         yield clock
     finally:
-        players.copy = simulation.link = None
+        simulators.copy = simulation.link = None
 
 
 class Clock:
@@ -69,17 +69,17 @@ class Clock:
         return self._ends[way]
 
 
-class PlayedLink:
+class SimulatedLink:
     """The copies of an optimizer between the host and a card, beside what both compute."""
 
     def __init__(self, dry: DryRun, clock: Clock):
         self._dry, self._clock = dry, clock
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_host: bool) -> "PlayedCopy":
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, to_host: bool) -> "SimulatedCopy":
         """Copy a tensor, on a stream of its own."""
         way = TO_HOST if to_host else TO_DEVICE
         copied(self._dry, target, source)
-        return PlayedCopy(self, self._clock.step, self._clock.copy(way, link_seconds(self._dry, source, way)))
+        return SimulatedCopy(self, self._clock.step, self._clock.copy(way, link_seconds(self._dry, source, way)))
 
     def moved(self, tensor: torch.Tensor, *, to_host: bool) -> torch.Tensor:
         """A copy of a tensor in the other memory. Its seconds stand in the trace as an event of their own."""
@@ -91,7 +91,7 @@ class PlayedLink:
         self._dry.note(way, Seconds.of(host=0.0, device=link_seconds(self._dry, tensor, way)))
         return target
 
-    def wait(self, copy: "PlayedCopy | None" = None) -> None:
+    def wait(self, copy: "SimulatedCopy | None" = None) -> None:
         """Make everything that is computed from here on wait for a copy of this step, or for all to the device."""
         step, end = (self._clock.step, self._clock.copy(TO_DEVICE, 0.0)) if copy is None else (copy.step, copy.end)
         late = end - self._clock.time()
@@ -100,10 +100,10 @@ class PlayedLink:
             self._dry.note(WAIT, Seconds.of(host=late, device=late))
 
 
-class PlayedCopy(NamedTuple):
+class SimulatedCopy(NamedTuple):
     """A copy that ends at a time of a step. Its name and its method are those of an event of CUDA."""
 
-    link: PlayedLink
+    link: SimulatedLink
     step: int
     end: float
 

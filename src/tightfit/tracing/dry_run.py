@@ -30,7 +30,7 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.runtime.simulation import simulation
-from tightfit.tracing.collectives import play_collective
+from tightfit.tracing.collectives import simulate_collective
 from tightfit.tracing.draws import MOST_DRAWN, Generators
 from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Cell, Ledger
@@ -120,7 +120,7 @@ class DryRun(Recording):
         if traits.is_mark:
             return func(*args, **kwargs)
         if traits.is_collective:
-            return play_collective(self, func, traits, args, kwargs, self.compute)
+            return simulate_collective(self, func, traits, args, kwargs, self.compute)
         if traits.is_view:
             return self.view(func, args, kwargs)  # allocates nothing, and autograd must see the real aliasing
         inputs, key = inputs_and_key(func, args, kwargs)

@@ -12,12 +12,12 @@ from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim import OffloadedAdamW
 from tightfit.optim.by_name import OptimizerFactory, build_optimizer, moves_gradients, named_states
 from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
-from tightfit.runtime.aside import aside
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
+from tightfit.runtime.outside import outside_training
 from tightfit.runtime.simulation import simulation
 from tightfit.step import Loss, Part, StepSettings, adding_up, let_go, modules_beside, stepped, update
-from tightfit.tracing.compiled_code import compiled_code_played
+from tightfit.tracing.compiled_code import compiled_code_simulated
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
@@ -39,7 +39,7 @@ from tightfit.tracing.resizing import resizes_followed
 from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.rules import Routing
 from tightfit.tracing.shapes import TensorShape
-from tightfit.tracing.streams import moves_played
+from tightfit.tracing.streams import moves_simulated
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
 
@@ -50,7 +50,7 @@ Optimizer = str | OptimizerFactory | torch.optim.Optimizer
 
 
 class Rank(Protocol):
-    """One process of several, which a dry run plays (`ranks`)."""
+    """One process of several, which a dry run simulates (`ranks`)."""
 
     @property
     def steps(self) -> int:
@@ -67,7 +67,7 @@ class Rank(Protocol):
         """True if its weights, gradients and states are in the host's memory between forward and backward."""
         ...
 
-    def playing(self) -> AbstractContextManager[Any]:
+    def simulated(self) -> AbstractContextManager[Any]:
         """A context in which this process is that rank."""
         ...
 
@@ -323,7 +323,7 @@ def _dry(
     lasting = model if rank is None else nn.Module()
     everything = [*lasting.parameters(), *model.buffers(), *plain, *batch, *held_by(beside)]
     with (
-        aside(),
+        outside_training(),
         torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
         torch.enable_grad(),
         everything_restored(lasting, *batch, *plain) as attributes,
@@ -357,19 +357,19 @@ def _dry(
             dry.lasting = Lasting(attributes, [t for t in everything if not t.requires_grad])
             for module in beside:
                 announce(ledger, module, [], plain_tensors(module))
-            playing = nullcontext() if role is None else role.playing()
+            simulated_card = nullcontext() if role is None else role.simulated()
             with (
-                playing,
+                simulated_card,
                 FLASH_LOOKUP.active(),
                 dry,
                 filling_off(),
                 _watching_saves(ledger),
                 reads_answered(dry),
                 random_states_counted(dry),
-                moves_played(dry, model),
-                compiled_code_played(dry),
+                moves_simulated(dry, model),
+                compiled_code_simulated(dry),
                 nullcontext() if rank is None else resizes_followed(dry),
-                nullcontext() if rank is None else rank.playing(),
+                nullcontext() if rank is None else rank.simulated(),
             ):
                 yield dry
         finally:

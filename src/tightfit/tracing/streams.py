@@ -7,36 +7,36 @@ import torch
 from torch import nn
 
 from tightfit.devices.clocks import Seconds
-from tightfit.levers.activity import players
+from tightfit.levers.activity import simulators
 from tightfit.levers.stream.lever import rings_on
 from tightfit.levers.stream.ring import Ring
 from tightfit.levers.stream.tiers import in_pages
 from tightfit.levers.stream.window import Window
 from tightfit.runtime.simulation import simulation
-from tightfit.tracing.copies import BACK, STREAM, WAIT, Clock, copies_played
+from tightfit.tracing.copies import BACK, STREAM, WAIT, Clock, copies_simulated
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.record import Category
 from tightfit.tracing.shapes import TensorShape
 
 
 @contextmanager
-def moves_played(dry: DryRun, model: nn.Module | None = None) -> Iterator[None]:
-    """`copies_played`, and the weights of streamed blocks come and go in the record alone.
+def moves_simulated(dry: DryRun, model: nn.Module | None = None) -> Iterator[None]:
+    """`copies_simulated`, and the weights of streamed blocks come and go in the record alone.
 
     At its start those of the model are where they are between two steps. Those of other models are when they are used.
     """
-    with copies_played(dry) as clock:
-        players.weights = PlayedWeights(dry, clock)
+    with copies_simulated(dry) as clock:
+        simulators.weights = SimulatedWeights(dry, clock)
         try:
             for ring in () if model is None else rings_on(model):
-                players.weights.window_of(ring)
+                simulators.weights.window_of(ring)
                 dry.ledger.begin_again()  # what is on the host was never in the record
             yield
         finally:
-            players.weights = None
+            simulators.weights = None
 
 
-class PlayedWeights:
+class SimulatedWeights:
     """Mutable: the windows of the rings that a dry run has met."""
 
     def __init__(self, dry: DryRun, clock: Clock | None):
@@ -46,14 +46,14 @@ class PlayedWeights:
     def window_of(self, ring: Ring) -> Window:
         found = self._windows.get(id(ring))
         if found is None:
-            mover = PlayedMoves(self._dry, self._clock, ring)
+            mover = SimulatedMoves(self._dry, self._clock, ring)
             window = Window(len(ring.blocks), ring.room(on_cuda=simulation.of_cuda), ring.ahead, mover)
             mover.begin(window.here)
             found = self._windows[id(ring)] = (ring, window)
         return found[1]
 
 
-class PlayedMoves:
+class SimulatedMoves:
     """Moves the blocks of a ring in the record of a dry run. On CUDA copies run in parallel with the computation."""
 
     def __init__(self, dry: DryRun, clock: Clock | None, ring: Ring):

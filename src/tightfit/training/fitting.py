@@ -139,7 +139,7 @@ class LeversInForce:
         handle.__exit__(None, None, None)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def taken_off(self) -> Iterator[None]:
         """Inside, the model has no levers on it: to be planned, or to run plainly."""
         self.__exit__()
         try:

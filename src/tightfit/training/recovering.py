@@ -137,7 +137,7 @@ class RecoveringStepper(Stepper):
         before = self.levers.fitted.planned.peak_bytes
         todo = "lower training.batch_size or data.sequence_length, or allow more levers in memory.levers"
         try:
-            with self.levers.aside():
+            with self.levers.taken_off():
                 found = next_plan(
                     partial(self.planner.within, batch), failure, [*tried, before], f"step {number}", todo
                 )
@@ -197,7 +197,7 @@ class RecoveringStepper(Stepper):
         if budget is None or peak <= budget:
             self.note(above)
             return
-        with self.levers.aside():
+        with self.levers.taken_off():
             found = tighter(partial(self.planner.within, batch), budget - surplus, predicted)
         if found is None:
             self.note(f"{above} and beyond the budget of {format_bytes(budget)}; there is no tighter plan")

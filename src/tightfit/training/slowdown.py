@@ -54,7 +54,7 @@ class TimedStep:
         budget = self.levers.fitted.budget_bytes
         assert budget is not None, "only planned steps are timed"
         inseparable = inseparable_samples(batch, self._stepper.loss)
-        with self.levers.aside():
+        with self.levers.taken_off():
             for count in (1, 2, 4, 8, inseparable):
                 if inseparable % count == 0:
                     part = split_batch(batch, count)[0]
@@ -64,7 +64,7 @@ class TimedStep:
 
     def plain_seconds(self, part: Mapping[str, Any]) -> float | None:
         """Without levers; None where memory ran out."""
-        with self.levers.aside():
+        with self.levers.taken_off():
             return self._seconds(part, 1)
 
     def planned_seconds(self, part: Mapping[str, Any], whole: int, fitted: Fit | None = None) -> float | None:
@@ -73,7 +73,7 @@ class TimedStep:
         count = max(1, fitted.micro_batches * batch_size(part) // whole)
         if fitted is self.levers.fitted:
             return self._seconds(part, count)
-        with self.levers.aside(), fitted.apply(self._stepper.model):
+        with self.levers.taken_off(), fitted.apply(self._stepper.model):
             return self._seconds(part, count)
 
     def _seconds(self, part: Mapping[str, Any], count: int) -> float | None:
@@ -178,7 +178,7 @@ def _candidates(
         ways.append((limit, {"overhead": extra / predicted}, bound))
     for bytes_, options, gives_back in ways:
         with suppress(CannotFit, LeverError):
-            with levers.aside():  # of a model under levers, a plan would take the step for a plain one
+            with levers.taken_off():  # of a model under levers, a plan would take the step for a plain one
                 candidate = within(batch, bytes_, **options)
             made = candidate.plan
             assert made is not None

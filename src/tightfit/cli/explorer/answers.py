@@ -27,7 +27,7 @@ from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import Tradeoff
 from tightfit.recipes.records import RecipesRecord
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 from tightfit.step import TokenBatch
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.twin import real_tensors
@@ -69,7 +69,7 @@ def build(described: Described) -> nn.Module:
 
 def _parts(question: PageQuestion, model: nn.Module, tell: Tell) -> Iterator[Part]:
     asked = asked_of(question, model)
-    with aside(), real_tensors():
+    with outside_training(), real_tensors():
         request = asked.checked()
         yield plain_data(EstimateRecord, make_estimate(request))
         tell(Progress(f"Step 2 of {STEPS}: looking for the fastest plan that fits"))

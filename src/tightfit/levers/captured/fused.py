@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import CompileError
-from tightfit.levers.activity import players
+from tightfit.levers.activity import simulators
 from tightfit.levers.captured.partition import drop_unread
 from tightfit.levers.captured.views import join_views
 from tightfit.runtime.forked import processes_for, shared_out
@@ -54,7 +54,7 @@ class Fused:
 
     def program(self) -> Program:
         def call(args: list[Any]) -> Any:
-            if players.captured is not None:
+            if simulators.captured is not None:
                 return self.play(args)
             if self.compiled is None:
                 self.compiled = inductor_program(self.graph, self.used_up, is_backward=self.is_backward)
@@ -65,7 +65,7 @@ class Fused:
     def play(self, args: list[Any]) -> Any:
         """Run the code in a dry run, without kernels."""
         if self.written is None:
-            build = players.captured.build
+            build = simulators.captured.build
             written: Program
             if self.source is not None:
                 written = build(self.source).call

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import CompileError, LeverError
-from tightfit.levers.activity import activity, players
+from tightfit.levers.activity import activity, simulators
 from tightfit.levers.captured.graph import CapturedGraph
 from tightfit.levers.captured.observers import observers
 from tightfit.levers.compiled import own_forward
@@ -23,7 +23,6 @@ from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.policy import KEEP_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward
 from tightfit.memory.allocator import collector_off
-from tightfit.runtime.aside import asides
 from tightfit.runtime.cpp_compiler import demand_compiler
 from tightfit.runtime.internals import (
     autocast_is_active,
@@ -39,6 +38,7 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.module_paths import module_at
 from tightfit.runtime.nested import tensors_in
+from tightfit.runtime.outside import outside
 from tightfit.runtime.simulation import simulation
 
 MOST_SHAPES = 8  # shapes of inputs for which blocks of one kind are captured, as in PyTorch's compiler
@@ -139,7 +139,7 @@ class Group:
             return
         text = f"blocks of {kind.__name__} {what}: {reason}"
         # A dry run has no user to warn: a plan says which blocks are not captured, and a training warns by itself.
-        if text not in self.told and not asides.depth:
+        if text not in self.told and not outside.depth:
             self.told.add(text)
             warnings.warn(f"{path}: {text}", stacklevel=4)
 
@@ -222,7 +222,7 @@ class CapturedForward(FrugalForward):
             return self.stand_in(args, kwargs)
         if under_autocast and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
             return self.stand_in(args, kwargs)  # autocast casts a leaf once for all of its readers
-        player = players.captured
+        player = simulators.captured
         if player is None and dispatch_is_watched():
             player = observers()
             if player is None or self.fused:
@@ -233,7 +233,7 @@ class CapturedForward(FrugalForward):
             reason = f"their inputs have more than {MOST_SHAPES} shapes, of which the first {MOST_SHAPES} are captured"
             self.group.tell(self.path, kind, reason)
             return self.stand_in(args, kwargs)
-        with nullcontext() if player is None else played_by(player):
+        with nullcontext() if player is None else simulated_by(player):
             reason, outputs = self.attempt(args, kwargs, settled=not self.captures)
             if reason == ServesOthers.__name__:
                 self.shares_graphs = False
@@ -354,15 +354,15 @@ def captured_forward(
             assert forward is not None, "captured blocks run by their forwards"
             function = found.functions.get((forward.policy, forward.fused))
             if function is None:
-                if players.captured is not None and forward.fused:
+                if simulators.captured is not None and forward.fused:
                     found.prepare(forward.group.fused.get(kind, ()))
                 function = found.function(forward.policy, fused=forward.fused)
                 if function is None:
                     raise ServesOthers
             _pending.recorded = True  # what fails from here on is the program
-            if players.captured is not None:
+            if simulators.captured is not None:
                 # AOTAutograd's wrapper writes new contents of buffers after the program.
-                return players.captured.run(lambda given: function(*given), list(arguments))
+                return simulators.captured.run(lambda given: function(*given), list(arguments))
             return function(*arguments)
 
         return run
@@ -371,14 +371,14 @@ def captured_forward(
 
 
 @contextmanager
-def played_by(player: Any) -> Iterator[None]:
+def simulated_by(player: Any) -> Iterator[None]:
     """A context outside of a dry run or of observers, which `player` activates again for programs."""
-    outer, players.captured = players.captured, player
+    outer, simulators.captured = simulators.captured, player
     try:
         with player.outside():
             yield
     finally:
-        players.captured = outer
+        simulators.captured = outer
 
 
 def shapes_of(arguments: Any) -> tuple:

@@ -13,7 +13,7 @@ from tightfit.runtime.internals import active_modes, compiled_code_on, is_active
 
 
 class Observers:
-    """The modes of this thread, the one entered last first. It stands in `players.captured` while a block runs."""
+    """The modes of this thread, the one entered last first. It stands in `simulators.captured` while a block runs."""
 
     def __init__(self, modes: Sequence[TorchDispatchMode]):
         self.modes = modes

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tightfit.levers.activity import captured_program, players, recomputation
+from tightfit.levers.activity import captured_program, recomputation, simulators
 from tightfit.levers.captured.draws import replayed
 from tightfit.levers.captured.in_place import Memory
 from tightfit.levers.captured.partition import (
@@ -127,9 +127,9 @@ def written(module: Any, order: list[Any], again: set[Any], returned: set[Any]) 
     straight, watched = writer.function(marked=False), writer.function(marked=True) if again else None
 
     def call(args: list[Any]) -> Any:
-        if players.captured is not None:
+        if simulators.captured is not None:
             with captured_program():
-                return players.captured.run(watched or straight, args)
+                return simulators.captured.run(watched or straight, args)
         is_marked = watched is not None and (dispatch_is_watched() or _forward.switches is not None)
         return (watched if watched is not None and is_marked else straight)(args)
 

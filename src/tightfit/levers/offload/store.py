@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import LeverError
-from tightfit.levers.activity import offload, players
+from tightfit.levers.activity import offload, simulators
 from tightfit.levers.offload.transfers import CudaTransfer, HostTransfer, Lanes, Transfers
 from tightfit.levers.recompute.values import Copy
 from tightfit.memory.disk import DiskStore
@@ -160,12 +160,12 @@ class HostStore:
 
     def tier_of(self, tensor: torch.Tensor) -> str | None:
         """The tier to which a tensor's value is offloaded; None if its device has none."""
-        if players.copy is not None:
+        if simulators.copy is not None:
             return DRY_HOST if simulation.of_cuda else DRY_DISK
         return tensor.device.type if tensor.device.type in (DISK, HOST) else None
 
     def put(self, tensor: torch.Tensor) -> Copy | None:
-        road = self._roads.get(tensor.device) if players.copy is None and self._owner == os.getpid() else None
+        road = self._roads.get(tensor.device) if simulators.copy is None and self._owner == os.getpid() else None
         tier = HOST if road is not None else self.tier_of(tensor)
         if tier is None:
             return None
@@ -175,14 +175,14 @@ class HostStore:
             return self._refuse(tensor, pool, tier)
         if tier == DISK:
             return DiskCopy(lease, pool.store, tensor)
-        if players.copy is None:
+        if simulators.copy is None:
             if road is None:
                 device = tensor.device
                 road = self._roads[device] = pool, self.lanes_of(device), self._transfers_of(tier, device)
             _, lanes, transfers = road
             # An alias, since the tensor itself would hold the graph that computed it.
             return transfers.send(counting_alias(tensor), CudaTransfer(lanes, lease.buffer, tensor), lease)
-        transfer = players.copy(tensor, not self.overtaken)
+        transfer = simulators.copy(tensor, not self.overtaken)
         if tier == DRY_DISK:
             return DryCopy(lease, transfer)  # a write to disk is synchronous, so nothing is in flight
         return self._transfers_of(tier, tensor.device).send(counting_alias(tensor), transfer, lease)
@@ -198,7 +198,7 @@ class HostStore:
         return self._lanes[device]
 
     def _refuse(self, tensor: torch.Tensor, pool: Any, tier: str) -> None:
-        if not self.kept_bytes and players.copy is None:  # once: the next values have no room either
+        if not self.kept_bytes and simulators.copy is None:  # once: the next values have no room either
             where = "host memory" if tier == HOST else "space in its folder"
             warnings.warn(
                 f"offload: there is no room for a value of {format_bytes(tensor.untyped_storage().nbytes())} beside "

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tightfit.errors import LeverError
-from tightfit.levers.activity import offload, players
+from tightfit.levers.activity import offload, simulators
 from tightfit.levers.recompute.values import Geometry, fetch_by
 from tightfit.levers.stream.tiers import FileTier, PinnedTier, Tier
 from tightfit.levers.stream.window import Window
@@ -166,7 +166,7 @@ class Ring:
 
     def use(self, number: int, *, back: bool) -> None:
         """Have a block's weights on the device, for everything that backward computes from here on."""
-        window = self.window if players.weights is None else self._present_window()
+        window = self.window if simulators.weights is None else self._present_window()
         if window is not None and window.current == number:
             return
         with self.lock:
@@ -177,7 +177,7 @@ class Ring:
     def running(self, number: int, *, back: bool, again: bool) -> Iterator[None]:
         """A context for the forward of a block, whose weights are on the device."""
         with self.lock:
-            if players.weights is None:
+            if simulators.weights is None:
                 self._settle_again(number)
             window = self._present_window()
             window.running[number] += 1
@@ -189,7 +189,7 @@ class Ring:
                 window.running[number] -= 1
 
     def _present_window(self) -> Window:
-        return self.settled() if players.weights is None else players.weights.window_of(self)
+        return self.settled() if simulators.weights is None else simulators.weights.window_of(self)
 
     # Moves
 

@@ -22,7 +22,7 @@ from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import fingerprint
-from tightfit.runtime.aside import aside
+from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors
@@ -85,7 +85,7 @@ class Largest:
         )
 
 
-@aside()
+@outside_training()
 @old_objects_left_alone()
 @real_tensors()
 def maximise(

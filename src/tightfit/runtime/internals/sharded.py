@@ -159,7 +159,7 @@ def _is_of_fsdp2(hook: Any) -> bool:
 def forget_placements() -> None:
     """Have PyTorch plan anew where results of operators on distributed tensors lie.
 
-    It keeps the plans by mesh, and the mesh of a played group equals that of a real one.
+    It keeps the plans by mesh, and the mesh of a simulated group equals that of a real one.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -46,7 +46,7 @@ class DeviceProperties(Protocol):
     def memory_bytes(self) -> int: ...
 
 
-def card_played() -> DeviceProperties | None:
+def simulated_card() -> DeviceProperties | None:
     """The device that this thread simulates, if any."""
     return simulation.card if simulation.of_cuda else None
 
@@ -96,7 +96,7 @@ class _DeviceKind(str):
         return repr(_MAPPED)
 
 
-class PlayedDevice(str):
+class SimulatedDevice(str):
     """The device of a CPU tensor that simulates one on CUDA.
 
     PyTorch takes a text wherever it takes a device. This one's characters are "cpu", so new tensors are where the dry
@@ -114,7 +114,7 @@ class PlayedDevice(str):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, torch.device):
             return other.type == "cpu" or (other.type == "cuda" and other.index in (None, 0))
-        return isinstance(other, PlayedDevice) or other in ("cpu", "cuda", "cuda:0")
+        return isinstance(other, SimulatedDevice) or other in ("cpu", "cuda", "cuda:0")
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -127,12 +127,12 @@ class PlayedDevice(str):
 
 
 _KIND = _DeviceKind("cpu")
-_DEVICE = PlayedDevice("cpu")
+_DEVICE = SimulatedDevice("cpu")
 
 
-def _asks_in_play(depth: int = 2) -> DeviceProperties | None:
+def _simulated_card_asked(depth: int = 2) -> DeviceProperties | None:
     """The simulated device if the code that asks gets its answers; None if it gets the true ones."""
-    card = card_played()
+    card = simulated_card()
     if card is None:
         return None
     name = sys._getframe(depth).f_globals.get("__name__", "")
@@ -150,24 +150,24 @@ def _replace_in_tensors(tensor: Any, replacements: Replacements) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             return device.__get__(self)
 
-    def played_device(self: torch.Tensor) -> Any:
+    def simulated_device(self: torch.Tensor) -> Any:
         true = true_device(self)
-        return _DEVICE if true.type == "cpu" and _asks_in_play() is not None else true
+        return _DEVICE if true.type == "cpu" and _simulated_card_asked() is not None else true
 
-    def played_is_cuda(self: torch.Tensor) -> bool:
+    def simulated_is_cuda(self: torch.Tensor) -> bool:
         true = true_device(self)
-        return true.type == "cuda" or (true.type == "cpu" and _asks_in_play() is not None)
+        return true.type == "cuda" or (true.type == "cpu" and _simulated_card_asked() is not None)
 
-    def played_get_device(self: torch.Tensor) -> int:
-        return 0 if true_device(self).type == "cpu" and _asks_in_play() is not None else get_device(self)
+    def simulated_get_device(self: torch.Tensor) -> int:
+        return 0 if true_device(self).type == "cpu" and _simulated_card_asked() is not None else get_device(self)
 
-    def played_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self if _asks_in_play() is not None else to_cuda(self, *args, **kwargs)
+    def simulated_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _simulated_card_asked() is not None else to_cuda(self, *args, **kwargs)
 
-    replacements.replace(tensor, "device", property(played_device))
-    replacements.replace(tensor, "is_cuda", property(played_is_cuda))
-    replacements.replace(tensor, "get_device", played_get_device)
-    replacements.replace(tensor, "cuda", played_cuda)
+    replacements.replace(tensor, "device", property(simulated_device))
+    replacements.replace(tensor, "is_cuda", property(simulated_is_cuda))
+    replacements.replace(tensor, "get_device", simulated_get_device)
+    replacements.replace(tensor, "cuda", simulated_cuda)
 
 
 # Questions about the device
@@ -189,7 +189,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     def answered(*args: Any, **kwargs: Any) -> Any:
-        card = _asks_in_play()
+        card = _simulated_card_asked()
         return original(*args, **kwargs) if card is None else answer(card, *args, **kwargs)
 
     _constant_to_dynamo(answered)
@@ -207,13 +207,13 @@ def _replace_switch(switch: Any, replacements: Replacements) -> None:
     begin: Any = switch.__init__
     enter, leave = switch.__enter__, switch.__exit__
 
-    def played_begin(self: Any, device: Any) -> None:
-        if _asks_in_play() is None:
+    def simulated_begin(self: Any, device: Any) -> None:
+        if _simulated_card_asked() is None:
             begin(self, device)
         else:
             self.idx, self.prev_idx = -1, -1  # none
 
-    replacements.replace(switch, "__init__", played_begin)
+    replacements.replace(switch, "__init__", simulated_begin)
     replacements.replace(switch, "__enter__", lambda self: None if self.idx < 0 else enter(self))
     replacements.replace(switch, "__exit__", lambda self, *error: False if self.idx < 0 else leave(self, *error))
 
@@ -239,8 +239,8 @@ def _replace_in_autocast(replacements: Replacements) -> None:
 
     def get_autocast_dtype(device_type: str) -> torch.dtype:
         # The dtype of a region that is open; else CUDA's default, which is not the CPU's.
-        played = _of_simulated_device(device_type)
-        return dtype_of(played if enabled(played) else device_type)
+        simulated = _of_simulated_device(device_type)
+        return dtype_of(simulated if enabled(simulated) else device_type)
 
     def get_autocast_gpu_dtype() -> torch.dtype:
         return get_autocast_dtype("cuda")
@@ -248,10 +248,10 @@ def _replace_in_autocast(replacements: Replacements) -> None:
     def begin(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: bool | None = None
     ) -> None:
-        played = _of_simulated_device(device_type)
-        if played != device_type and dtype is None:
+        simulated = _of_simulated_device(device_type)
+        if simulated != device_type and dtype is None:
             dtype = get_autocast_dtype(device_type)
-        setup(self, played, dtype, enabled, cache_enabled)
+        setup(self, simulated, dtype, enabled, cache_enabled)
 
     _constant_to_dynamo(is_autocast_enabled, get_autocast_dtype, get_autocast_gpu_dtype)
     replacements.replace(torch, "is_autocast_enabled", is_autocast_enabled)
@@ -271,7 +271,7 @@ def replace_in_backends(module: ModuleType, replacements: Replacements) -> None:
 
 def _taken(original: Callable[..., bool], takes: Callable[[AttentionCall, Capability], bool]) -> Callable[..., bool]:
     def taken(params: Any, debug: bool = False) -> bool:
-        card = card_played()
+        card = simulated_card()
         if card is None:
             return original(params, debug)
         call = AttentionCall(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import TraceError
-from tightfit.tracing.cuda.answers import DeviceProperties, card_played, shared_memory
+from tightfit.tracing.cuda.answers import DeviceProperties, shared_memory, simulated_card
 from tightfit.tracing.cuda.replacements import Install, Replacements
 from tightfit.tracing.dry_run import running
 
@@ -37,14 +37,14 @@ def _is_kernel(kind: type) -> bool:
 
 def _launching(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if card_played() is None else _launch(self, args, kwargs)
+        return original(self, *args, **kwargs) if simulated_card() is None else _launch(self, args, kwargs)
 
     return run
 
 
 def _with_grid(original: Callable[..., Any]) -> Callable[..., Any]:
     def launcher(self: Any, grid: Any) -> Any:
-        if card_played() is None:
+        if simulated_card() is None:
             return original(self, grid)
         return lambda *args, **kwargs: _launch(self, args, kwargs)
 
@@ -132,7 +132,7 @@ class _Active:
         self._true = true
 
     def __getattr__(self, name: str) -> Any:
-        card = card_played()
+        card = simulated_card()
         return getattr(self._true() if card is None else _Driver(card), name)
 
 
@@ -142,8 +142,10 @@ def _replace_driver(module: ModuleType, replacements: Replacements) -> None:
     if isinstance(active, property):
         get = active.fget
         assert get is not None
-        played = property(lambda self: get(self) if card_played() is None else _Active(lambda: get(self)), active.fset)
-        replacements.replace(kind, "active", played)
+        simulated = property(
+            lambda self: get(self) if simulated_card() is None else _Active(lambda: get(self)), active.fset
+        )
+        replacements.replace(kind, "active", simulated)
     else:  # before Triton 3.4: an attribute
         true = module.driver.active
         replacements.replace(module.driver, "active", _Active(lambda: true))

@@ -68,7 +68,7 @@ class CudaRole:
         return Scratch.of(blocks)
 
     @contextmanager
-    def playing(self) -> Iterator[None]:
+    def simulated(self) -> Iterator[None]:
         """A context in which PyTorch treats CPU tensors like CUDA tensors, in every thread.
 
         Attention, norms and dropout call CUDA's operators. Autocast uses CUDA's lists. Optimizers use their foreach

@@ -15,9 +15,9 @@ from torch import nn
 from tightfit.memory.failure import parse_out_of_memory
 from tightfit.optim.by_name import named_states
 from tightfit.optim.in_backward import gradient_memory
-from tightfit.runtime.aside import AsideOfLoop
 from tightfit.runtime.internals import current_node, has_kernel, is_profiling, run_composite
 from tightfit.runtime.operators import Traits, instances, traits_of
+from tightfit.runtime.outside import OutsideLoop
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
@@ -75,9 +75,9 @@ class WatchedModules(ModuleTracker):
 
     # Not by global hooks, which would affect compiled models.
 
-    def __init__(self, models: Mapping[str, nn.Module], aside: AsideOfLoop):
+    def __init__(self, models: Mapping[str, nn.Module], outside: OutsideLoop):
         super().__init__(nn.Module())
-        self.aside = aside
+        self.outside = outside
         self.modules = [module for model in models.values() for module in model.modules()]
         for prefix, model in models.items():
             self.paths |= {id(module): f"{prefix}{path}".rstrip(".") for path, module in model.named_modules()}
@@ -89,11 +89,11 @@ class WatchedModules(ModuleTracker):
         return self
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self.aside:
+        if not self.outside:
             super()._enter(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.aside:
+        if not self.outside:
             super()._leave(module, args, output)
 
 
@@ -101,16 +101,16 @@ class RealRun(Recording):
     """The dispatch mode that records a real step. It does not change what is computed.
 
     The monitor sets `phase`. `on_backward` is called at the first operator that autograd's engine runs. The mode
-    records nothing while it is `passive`, and nothing of code aside of the training.
+    records nothing while it is `passive`, and nothing of code outside of the training.
     """
 
     def __init__(
-        self, device: torch.device, modules: ModuleTracker, on_backward: Callable[[], None], aside: AsideOfLoop
+        self, device: torch.device, modules: ModuleTracker, on_backward: Callable[[], None], outside: OutsideLoop
     ):
         self.ledger: RealLedger
         super().__init__(RealLedger(device), modules)
         self.device = device
-        self.aside = aside
+        self.outside = outside
         self.on_backward = on_backward
         self.passive = False
         self.failed_at: int | None = None  # the operator that ran out of memory
@@ -121,7 +121,7 @@ class RealRun(Recording):
         kwargs = kwargs or {}
         if any(map(answers_itself, types)):
             return NotImplemented  # the class runs its own operators, which come here one by one
-        if self.passive or self.aside:
+        if self.passive or self.outside:
             return func(*args, **kwargs)
         if self.phase is not Phase.BACKWARD and current_node() is not None:
             # A loss made outside of the model runs backward operators before the hooks on the model's results run.

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tightfit.errors import InputError
-from tightfit.runtime.aside import asides
+from tightfit.runtime.outside import outside
 from tightfit.training.monitoring.watch import TRACED_STEP, Monitor
 
 
@@ -106,14 +106,14 @@ class Discovery:
             self.handles.pop().remove()
 
     def _call_begins(self, module: nn.Module, args: tuple) -> None:
-        if asides.depth:
+        if outside.depth:
             return
         self.depth += 1
         if self.depth == 1 and torch.is_grad_enabled() and _is_trained(module):
             self._found(module, args)
 
     def _call_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not asides.depth:
+        if not outside.depth:
             self.depth -= 1
 
     def _found(self, model: nn.Module, args: tuple) -> None:

@@ -3,8 +3,8 @@
 Forward begins when the model is called. Backward begins when the gradient of one of its results arrives. The
 optimizer's phase begins when backward ends; it includes clipping, setting gradients to None and loading the next batch.
 A step ends when the model is called again after an optimizer stepped (after a backward, if there is no optimizer). So
-several optimizers and several micro-batches belong to one step. Code aside of the training (a dry run, a comparison of
-two runs) is ignored.
+several optimizers and several micro-batches belong to one step. Code outside of the training (a dry run, a comparison
+of two runs) is ignored.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.runtime.aside import AsideOfLoop
 from tightfit.runtime.internals import at_end_of_backward, current_node
 from tightfit.runtime.nested import flatten
+from tightfit.runtime.outside import OutsideLoop
 from tightfit.tracing.record import Phase
 
 
@@ -35,7 +35,7 @@ class Stage:
         *,
         has_optimizer: bool,
     ):
-        self.aside = AsideOfLoop()
+        self.outside = OutsideLoop()
         self.phase = Phase.FORWARD
         self.on_change = on_change
         self.on_inputs = on_inputs
@@ -68,7 +68,7 @@ class Stage:
             self.phase = phase
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self.aside or current_node() is not None:  # within backward, a checkpoint recomputes the whole model
+        if self.outside or current_node() is not None:  # within backward, a checkpoint recomputes the whole model
             return
         if self._stepped:
             self._stepped = False
@@ -77,7 +77,7 @@ class Stage:
         self.on_inputs(args, kwargs)
 
     def _forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.aside:
+        if self.outside:
             return
         for result in _tensors(output):
             if result.requires_grad and result.grad_fn is not None:
@@ -100,12 +100,12 @@ class Stage:
             self._stepped = self._stepped or not self.has_optimizer
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        if not self.aside:
+        if not self.outside:
             self.enter(Phase.OPTIMIZER)
             self.on_optimizer(optimizer)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        self._stepped = self._stepped or not self.aside
+        self._stepped = self._stepped or not self.outside
 
     def ends(self) -> None:
         """End the monitoring. A step whose optimizer has stepped counts as complete."""

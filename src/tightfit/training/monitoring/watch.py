@@ -18,10 +18,10 @@ from tightfit.memory.failure import parse_out_of_memory
 from tightfit.memory.pool import named_pools
 from tightfit.planner.step_figures import step_figures
 from tightfit.planner.wrapped import refuse_sharded
-from tightfit.runtime.aside import asides
 from tightfit.runtime.internals import compiled_code_off, is_innermost
 from tightfit.runtime.module_paths import unwrapped
 from tightfit.runtime.nested import tensors_in
+from tightfit.runtime.outside import outside
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.training.monitoring.real_run import RealRun, WatchedModules, bytes_by_module
 from tightfit.training.monitoring.record import Record
@@ -106,7 +106,7 @@ class Monitor:
         self._stance: Callable[[], None] = lambda: None  # enables compiled code again
         self._record: Record | None = None
         self._sampler = Sampler()
-        self._step_began = self._aside_began = time.perf_counter()
+        self._step_began = self._outside_began = time.perf_counter()
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
 
     # Models and optimizers
@@ -152,7 +152,7 @@ class Monitor:
         self._device = next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
         self._sampler.start(self._device)
         self._step_began = time.perf_counter()
-        asides.callbacks = (*asides.callbacks, self._on_aside)
+        outside.callbacks = (*outside.callbacks, self._on_outside)
         if self.traced_step:
             self._start_tracing()
 
@@ -172,18 +172,18 @@ class Monitor:
         finally:  # remove all hooks, even if the record cannot be made
             self.stage.remove()
             self._stop_tracing()
-            asides.callbacks = tuple(callback for callback in asides.callbacks if callback != self._on_aside)
+            outside.callbacks = tuple(callback for callback in outside.callbacks if callback != self._on_outside)
         self._record = self._make_record()
         self._models, self._optimizers = {}, []
 
     # Tracing
 
     def _start_tracing(self) -> None:
-        self._modules = WatchedModules(self._models, self.stage.aside)
+        self._modules = WatchedModules(self._models, self.stage.outside)
         self._modules.__enter__()
         # No operator of compiled code passes the dispatcher, so the traced steps run eagerly.
         self._stance = compiled_code_off()
-        self._run = RealRun(self._device, self._modules, self.stage.backward_begins, self.stage.aside)
+        self._run = RealRun(self._device, self._modules, self.stage.backward_begins, self.stage.outside)
         self._run.phase = self.stage.phase
         self._label()
         self._run.__enter__()
@@ -241,15 +241,15 @@ class Monitor:
             if old is Phase.BACKWARD:
                 self._label()  # gradients, before the loop sets them to None
 
-    def _on_aside(self, begins: bool) -> None:
-        """Code aside of the training begins or has ended. Its time and memory do not count."""
-        self.stage.aside.begun = begins
+    def _on_outside(self, begins: bool) -> None:
+        """Code outside of the training begins or has ended. Its time and memory do not count."""
+        self.stage.outside.begun = begins
         if begins:
             self._sampler.sample(self.steps + 1, self.stage.phase)
-            self._aside_began = time.perf_counter()
+            self._outside_began = time.perf_counter()
         else:
             self._sampler.skip()
-            self._step_began += time.perf_counter() - self._aside_began
+            self._step_began += time.perf_counter() - self._outside_began
 
     def _inputs(self, args: tuple, kwargs: dict) -> None:
         if self._run is not None and not self._run.passive:

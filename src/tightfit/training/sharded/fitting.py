@@ -27,9 +27,9 @@ def fit_shards(
 ) -> Fit:
     """As `fit` does for so many ranks. Raises as `fit` does.
 
-    A rank is played on a process group of its own, and there is a real one here: so it is played in a fork, and what
+    A rank is simulated on a process group of its own, and there is a real one here: so it runs in a fork, and what
     PyTorch remembers of it (meshes that compare equal to real ones) ends with the fork. A process with a card cannot be
-    forked, neither CUDA nor autograd's threads: there, what PyTorch remembers of a played rank is cleared.
+    forked, neither CUDA nor autograd's threads: there, what PyTorch remembers of a simulated rank is cleared.
     """
 
     def planned() -> Fit:
@@ -47,7 +47,7 @@ def fit_shards(
             return planned()
     finally:
         forget_placements()
-        gc.collect()  # FSDP2's played modules and hooks hold each other
+        gc.collect()  # FSDP2's simulated modules and hooks hold each other
 
 
 def planner_of_shards(

@@ -1,4 +1,4 @@
-"""FSDP2 in a training: what it is refused for, the model sharded as the prediction plays it, and whole again."""
+"""FSDP2 in a training: what it is refused for, the model sharded as the prediction simulates it, and whole again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,9 @@ from torch import nn
 from tightfit.errors import ConfigError, InputError, ModelError
 from tightfit.models.masks import masks_of
 from tightfit.names import FEW_BITS, OPTIMIZERS, parse_optimizer
-from tightfit.ranks.playing import own_copy
 from tightfit.ranks.processes.ranks import Ranks, SeveralRanks
 from tightfit.ranks.shards import whole
+from tightfit.ranks.simulated import own_copy
 from tightfit.ranks.world import Sharding
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.step import Precision
@@ -88,7 +88,7 @@ def shard(
     *,
     precision: Precision,
 ) -> None:
-    """Shard the model in place, over all ranks, as `ranks.playing` does it for the prediction. Levers are on it
+    """Shard the model in place, over all ranks, as `ranks.simulated` does it for the prediction. Levers are on it
     already. Raises `ModelError` for a model that PyTorch refuses.
     """
     from torch.distributed.device_mesh import init_device_mesh

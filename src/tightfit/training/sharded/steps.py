@@ -23,7 +23,7 @@ from tightfit.levers.chunked_loss import chunks_without_gradients
 from tightfit.levers.micro_batch import as_parts, batch_size, split_batch
 from tightfit.models.mode import evaluating
 from tightfit.ranks.processes.ranks import Ranks
-from tightfit.ranks.sent import SentMessages
+from tightfit.ranks.sent_messages import SentMessages
 from tightfit.ranks.shards import free_gathered, whole
 from tightfit.runtime.internals import states_of_fsdp2
 from tightfit.step import forward_backward
@@ -274,7 +274,7 @@ def small_parts(batch: Mapping[str, Any], count: int, together: int) -> list[Map
 
     The other ranks wait inside PyTorch for the messages of a rank that ran out of memory. So it lets go of all that the
     step holds, and runs forward and backward of these in its place. What the step has sent is not sent again
-    (`ranks.sent`). Whatever the others make of it is thrown away: they are told when they have their gradients.
+    (`ranks.sent_messages`). Whatever the others make of it is thrown away: they hear of it with their gradients.
     """
     sample = split_batch(dict(batch), batch_size(dict(batch)) // together)[0]
     length = sample["input_ids"].shape[1]

@@ -14,7 +14,7 @@ from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.levers.recompute.lever import apply_rule
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.step_figures import fingerprint
-from tightfit.ranks.found import as_before_sharding, sharded_alike, shards_of
+from tightfit.ranks.existing_shards import as_before_sharding, sharded_alike, shards_of
 from tightfit.ranks.world import Sharding, World
 from tightfit.runtime.internals import fake_process_group, forget_placements
 from tightfit.tracing.unbacked import is_unbacked

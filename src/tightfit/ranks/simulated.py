@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from tightfit.errors import InputError, ModelError
 from tightfit.ranks.context_parallel import in_context_parallel
-from tightfit.ranks.found import kept_as_they_are, sharded_alike
+from tightfit.ranks.existing_shards import kept_as_they_are, sharded_alike
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
@@ -24,8 +24,8 @@ from tightfit.tracing.shapes import TensorShape
 
 
 @dataclass
-class PlayedRank:
-    """A rank of a world, as `tracing.step` plays it. `blocks` are the paths that FSDP2 wraps one by one."""
+class SimulatedRank:
+    """A rank of a world, as `tracing.step` simulates it. `blocks` are the paths that FSDP2 wraps one by one."""
 
     world: World
     number: int
@@ -52,12 +52,12 @@ class PlayedRank:
         return self.world.is_sharded and self.world.sharding.on_host
 
     @contextmanager
-    def playing(self) -> Iterator[None]:
+    def simulated(self) -> Iterator[None]:
         with fake_process_group(self.number, self.world.size), self._copying():
             yield
 
     def _copying(self) -> AbstractContextManager[Any]:
-        # CPU tensors play those of the card, so FSDP2's copies between both would not be made.
+        # CPU tensors stand for those of the card, so FSDP2's copies between both would not be made.
         if not self.is_on_host or simulation.link is None:
             return nullcontext()
         return around_messages_of_fsdp2(MovesOfShards(to_host=False), MovesOfShards(to_host=True))
@@ -124,7 +124,7 @@ def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
 class MovesOfShards(TorchFunctionMode):
     """A mode in which moves of plain tensors to a device are copies to the host, or to the card.
 
-    CPU tensors play those of the card, so a move of a tensor to the device that it is on already would do nothing.
+    CPU tensors stand for those of the card, so a move of a tensor to the device that it is on already would do nothing.
     Under `CPUOffloadPolicy` FSDP2 moves shards: while it prepares a gather, a move to a device makes a copy in the
     card's memory. While it takes what was reduced, a move makes one in the host's, and sums of gradients run there.
     """

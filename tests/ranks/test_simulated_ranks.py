@@ -16,7 +16,7 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Request
 from tightfit.ranks.peaks import rows_of
-from tightfit.ranks.playing import PlayedRank, own_copy
+from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.world import Sharding, World
 from tightfit.step import StepSettings, TokenBatch, model_loss
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
@@ -69,7 +69,7 @@ def test_a_card_is_played_for_each_rank_and_a_rank_with_fewer_rows_has_the_peak_
     made = model()
     found = estimate(made, BATCH, device="h100", precision="bf16", grad_clip=1.0, world_size=5, nodes=5)
     request = Request.of(made, BATCH, device="h100", precision="bf16", world_size=5).checked()
-    rank = PlayedRank(request.world, 4, find_blocks(made), "bf16")
+    rank = SimulatedRank(request.world, 4, find_blocks(made), "bf16")
     settings = StepSettings(grad_clip=1.0)  # FSDP2 casts weights itself, without autocast
     whole = trace_step(own_copy(made), request.parts(1), model_loss, settings=settings, role=request.role, rank=rank)
     assert found.rank_peak_bytes[4] == whole.peak_bytes < found.rank_peak_bytes[0]
@@ -99,7 +99,7 @@ def test_gathered_weights_stay_where_they_are_not_freed_after_a_blocks_forward()
     made, parts = model(), as_parts(split_batch(BATCH.tensors(), 1), model_loss)
 
     def at_end_of_forward(reshard):
-        rank = PlayedRank(World(2, "fsdp2", sharding=Sharding(reshard)), 0, find_blocks(made))
+        rank = SimulatedRank(World(2, "fsdp2", sharding=Sharding(reshard)), 0, find_blocks(made))
         trace = trace_step(own_copy(made), parts, model_loss, rank=rank)
         return trace.starts[trace.end_of_forward]
 
@@ -131,11 +131,11 @@ def test_what_the_engine_refuses_is_one_line():
 
 
 def test_what_fsdp2_gathers_and_reduces_is_allocated_on_streams_of_its_own():
-    def streams(rank: PlayedRank | None) -> set[int]:
+    def streams(rank: SimulatedRank | None) -> set[int]:
         made = Decoder(DecoderConfig(hidden_size=16, num_layers=2, num_heads=2, vocab_size=64))
         batch = TokenBatch(2, 8, 64).tensors()
         trace = trace_step(own_copy(made), as_parts(split_batch(batch, 1), model_loss), model_loss, rank=rank)
         return {storage.stream for storage in trace.storages}
 
-    assert streams(PlayedRank(World(2), 0, ["layers.0", "layers.1"])) == {0, 1, 2}
+    assert streams(SimulatedRank(World(2), 0, ["layers.0", "layers.1"])) == {0, 1, 2}
     assert streams(None) == {0}

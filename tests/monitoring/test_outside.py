@@ -14,7 +14,7 @@ import tightfit
 import tightfit.errors
 from round_device import round_device
 from tightfit.devices.own_time import own_time
-from tightfit.runtime.aside import aside, asides
+from tightfit.runtime.outside import outside, outside_training
 from tightfit.runtime.simulation import simulation
 from tightfit.step import model_loss
 from tightfit.training.monitoring.record import Record
@@ -57,7 +57,7 @@ def refused(model, optimizer):
 
 
 def blocks_timed(model, optimizer):
-    with aside():  # as a calibration does it
+    with outside_training():  # as a calibration does it
         own_time(rounds=1)
 
 
@@ -125,7 +125,7 @@ def test_the_time_of_what_ran_aside_is_not_the_steps(monkeypatch):
     with tightfit.monitor(model, optimizer, traced_step=None) as watch:
         for _ in range(3):
             model(torch.ones(2)).sum().backward()
-            with aside():
+            with outside_training():
                 clock[0] += 1000.0
             clock[0] += 3.0
             optimizer.step()
@@ -164,7 +164,7 @@ def test_nothing_of_what_ran_aside_is_left_on():
     with tightfit.monitor(model, optimizer):
         refused(model, optimizer)
         model_loss(model, BATCH).backward()
-    assert (asides.depth, asides.callbacks) == (0, ())
+    assert (outside.depth, outside.callbacks) == (0, ())
     for tensor in (*model.parameters(), *BATCH.values()):
         assert not [key for key in tensor.untyped_storage().__dict__ if "dry" in key or "watch" in key]
 
@@ -250,13 +250,15 @@ def test_every_example_can_be_profiled(path, tmp_path):
 
 def test_a_backward_aside_is_no_part_of_the_training_in_autograds_own_thread_either(alone):
     def in_autograds_thread(model, optimizer):
-        with aside():  # the modes go along with autograd into its threads on CUDA; what Python keeps a thread does not
+        with (
+            outside_training()
+        ):  # the modes go along with autograd into its threads on CUDA; what Python keeps a thread does not
             loss = model_loss(model, BATCH)
-            asides.depth -= 1
+            outside.depth -= 1
             try:
                 torch.autograd.grad(loss, list(model.parameters()))
             finally:
-                asides.depth += 1
+                outside.depth += 1
 
     record, trace, losses = watched(in_autograds_thread, "backward", at=(1,))
     assert (seen(record, trace), losses) == alone

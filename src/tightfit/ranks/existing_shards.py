@@ -33,7 +33,7 @@ _ALONE = "train without it, or without the budget"
 
 
 def shards_of(model: nn.Module, ranks: int, *, no_sync: bool = False) -> Shards:
-    """How a model is sharded over so many ranks. Raises `ModelError` for what no rank is played with."""
+    """How a model is sharded over so many ranks. Raises `ModelError` for what no rank is simulated with."""
     modules = dict(named_modules(model))
     paths = {id(module): path for path, module in modules.items()}
     states = states_of_fsdp2(modules.values())
