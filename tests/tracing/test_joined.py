@@ -16,7 +16,13 @@ from tightfit.tracing.step import trace_part, trace_update
 from tiny import decoder, token_batch
 
 DEVICES = {"cpu": even, "card": partial(lookup, "rtx4090")}
-OPTIMIZERS = [("fp32", "adamw"), ("fp32", "adafactor"), ("fp32", "adamw8bit"), ("bf16", "flash_adamw")]
+OPTIMIZERS = [
+    ("fp32", "adamw"),
+    ("fp32", "adafactor"),
+    ("fp32", "adamw8bit"),
+    ("bf16", "flash_adamw"),
+    ("fp32", "adamw4bit"),
+]
 
 
 def traces(dtype, optimizer, device, *, in_backward=False):

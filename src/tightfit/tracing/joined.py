@@ -38,7 +38,9 @@ def _states(update: StepTrace) -> list[StorageRecord]:
 
 def _one_after_the_other(part: StepTrace, update: StepTrace) -> StepTrace:
     count, states = len(part.operators), sum(s.bytes for s in _states(update))
-    freed = {s.name: s.died for s in update.storages if s.category is Category.GRADIENT and s.died}
+    # A death is counted after the operator before it, of which an update by kernels of its own may have none.
+    last = len(update.operators)
+    freed = {s.name: min(s.died, last) for s in update.storages if s.category is Category.GRADIENT and s.died}
 
     def storage(record: StorageRecord) -> StorageRecord:
         is_gradient = record.category is Category.GRADIENT and record.died is None
