@@ -110,7 +110,9 @@ def test_the_table_is_within_the_terminal_and_says_what_it_leaves_out(found):
         lines = describe_recipes(found, width).splitlines()
         assert max(map(len, lines)) <= width
         assert any("fp32 weights" in line for line in lines)
-        assert sum(line.startswith("    changes ") for line in lines) == min(len(found), len(found.fitting) + NEAREST)
+        assert sum(line.startswith(" ") and line.lstrip().startswith("changes ") for line in lines) == min(
+            len(found), len(found.fitting) + NEAREST
+        )
     assert "Left out, as the terminal is narrow: host, step." in describe_recipes(found, 80)
     assert "Left out" not in describe_recipes(found, 120)
     assert found.sentence in str(found).splitlines()[1]
@@ -131,6 +133,10 @@ def test_the_table_shows_what_fits_or_the_nearest_and_counts_the_rest():
     assert text.index("\n2 ") < text.index("The nearest that do not fit") < text.index("\n3 ")
     assert "17 more do not fit: from 10.00 GiB. --all shows them." in text
     assert rows(describe_recipes(of(8, 20), 80)) == list(range(1, 12))
+    for shown in (text, describe_recipes(of(8, 20), 80)):  # of one digit and of two
+        lines = shown.splitlines()
+        below = {line.index("changes ") for line in lines if line.startswith("   ") and "changes " in line}
+        assert below == {next(line.index("recipe") for line in lines if line.lstrip().startswith("recipe"))}
     assert rows(describe_recipes(of(8, 20), 80, whole=True)) == list(range(1, 29))
     none = describe_recipes(of(0, 20), 80)
     assert none.index("The nearest") < none.index("\n1 ")

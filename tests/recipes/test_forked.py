@@ -154,12 +154,16 @@ def test_what_a_killed_fork_was_asked_is_done_here_and_so_is_all_that_follows():
 def test_recipes_of_a_process_that_was_ended_are_searched_anew(monkeypatch):
     asked = Request.of(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
     search = RecipeSearch(asked, "1000KiB")
+    search.notice = (lines := []).append
     recipes = recipes_for(even(), Wanted(optimizer="adamw_fused"), may_adapt=False, clips=False)
     with shares.Shares(search, recipes, 1) as here:
         rows = [row for row in here.rows() if row.outcome.fits]
         known = {row.recipe: row.outcome.peak_bytes for row in rows}
         here.crew.work.__self__.found.clear()  # as if another process had found them
+        counted = len(lines)
         confirmed = here.confirmed(rows)
+    assert lines[0].startswith(f"1 of {len(recipes)} recipes; ")
+    assert lines[counted] == "running the step of what fits as a whole"  # the last count does not stay for minutes
     assert known == {recipe: row.outcome.peak_bytes for recipe, row in confirmed.items()}
 
 

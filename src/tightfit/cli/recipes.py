@@ -92,7 +92,7 @@ def fit(
             found, chosen = _answered(subject, pick, output, as_, waiting)
     show(found.to_dict() if as_json else describe_recipes(found, columns(), whole=whole))
     if output is None and found.fitting and not as_json:
-        show("\nNext: the same command with --pick N --output run.yaml writes row N to plan and train.")
+        show("\nNext: add --pick N --output run.yaml to write row N, to plan and train it.")
     if chosen is not None and output is not None and not as_json:
         show("\n".join(["", f"Written to {output}: {chosen.name}.", *after_writing(subject, chosen, output, as_)]))
     if not found.fitting:

@@ -163,16 +163,19 @@ class Shares:
 
     def confirmed(self, rows: Iterable[Row]) -> dict[Recipe, Row]:
         """Rows that fit, with the whole step traced as applied."""
+        self.told("running the step of what fits as a whole")
         return self._changed("confirmed", rows)
 
     def at_last(self, rows: Iterable[Row]) -> dict[Recipe, Row]:
         """Rows that do not fit, with the levers of least memory."""
+        self.told("trying the levers of least memory on what does not fit")
         return self._changed("at_last", rows)
 
     def sizes(
         self, rows: Iterable[Row], is_confirmed: Callable[[Row], bool]
     ) -> dict[Recipe, tuple[Largest | None, Largest | None]]:
         """The longest sequence and the largest batch of each row."""
+        self.told("finding the longest sequences and the largest batches")
         wanted = _by_process(rows, lambda row: _Size(row.recipe, is_confirmed(row)))
         found: dict[Recipe, tuple[Largest | None, Largest | None]] = {}
         for answer in self.crew.ask({process: ("sized", each) for process, each in wanted.items()}).values():

@@ -13,7 +13,6 @@ NEAREST = 3  # rows of recipes that do not fit, those that need least
 FIRST_LEFT_OUT = ("host", "step", "largest batch")  # where the terminal is narrower still
 NAMES = {"chunked_loss": "chunked loss", "micro_batch": "micro-batches"}  # of levers
 TEXT = 26  # columns in which a recipe's name can be read folded
-INDENT = "    "
 ERROR = "Seconds of a card that is not here follow its published rates: docs/accuracy.md has the error."
 
 
@@ -67,6 +66,7 @@ def recipe_table(found: Sequence[Outcome], width: int) -> tuple[Table, list[str]
 def _with_words(found: Sequence[Outcome], table: Table, width: int) -> Iterator[str]:
     """The table's lines, and below each recipe what it changes and its levers: the figures need all columns."""
     behind = ""
+    indent = " " * (len(str(len(found))) + 3)  # the column of names
     for line in rendered(table, width=width).splitlines():
         number = line.partition(" ")[0]
         if number.isdecimal():
@@ -74,7 +74,7 @@ def _with_words(found: Sequence[Outcome], table: Table, width: int) -> Iterator[
             outcome = found[int(number) - 1]
             if not outcome.fits and (number == "1" or found[int(number) - 2].fits):
                 yield from ("", "The nearest that do not fit, with what they need:")
-            behind = f"{INDENT}changes {outcome.changes}{_levers(outcome)}"
+            behind = f"{indent}changes {outcome.changes}{_levers(outcome)}"
         yield line
     yield from filter(None, [behind])
 
