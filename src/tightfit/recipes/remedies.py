@@ -9,7 +9,7 @@ from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, Le
 from tightfit.levers.recompute import Policy
 from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.levers import Combination, Exactness, Offer, Role, allowed_levers, lever_types
+from tightfit.planner.levers import Combination, Exactness, Role, Suggestion, allowed_levers, lever_types
 from tightfit.planner.request import Request, Tracer, plain_step
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import fastest
@@ -90,25 +90,26 @@ def _trials(request: Request, plain: StepTrace, notes: list[str]) -> Iterator[_T
     paths = tuple(find_blocks(request.model, request.blocks))
     step = plain_step(request, plain, paths)
     kinds = [kind for kind in lever_types() if kind.refusal(request.device) is None]
-    together: list[Offer] = []
+    together: list[Suggestion] = []
     for kind in kinds:
-        offers = kind.offers(step)
-        for offer in offers:
+        suggestions = kind.suggestions(step)
+        for suggestion in suggestions:
             asked = request.but(levers=frozenset((kind.name,)))
-            combination = request.plain.with_lever(offer.lever)
-            yield _Trial(offer.name, kind.exactness, asked, combination, offer.inside, offer.python, offer.yaml)
+            combination = request.plain.with_lever(suggestion.lever)
+            lines = suggestion.python, suggestion.yaml
+            yield _Trial(suggestion.name, kind.exactness, asked, combination, suggestion.inside, *lines)
         if kind.role in (Role.INSIDE_BLOCKS, Role.COMBINED) and kind.name in allowed_levers("rounding"):
-            together += offers[-1:]
+            together += suggestions[-1:]
     if len(together) > 1:
         yield _all_together(request, together, paths)
     yield from _recipes(request, notes)
 
 
-def _all_together(request: Request, offers: Sequence[Offer], paths: Sequence[str]) -> _Trial:
+def _all_together(request: Request, suggestions: Sequence[Suggestion], paths: Sequence[str]) -> _Trial:
     combination = request.plain
-    for offer in offers:
-        combination = combination.with_lever(offer.lever)
-    inside = next((offer.inside for offer in offers if offer.inside is not None), None)
+    for suggestion in suggestions:
+        combination = combination.with_lever(suggestion.lever)
+    inside = next((suggestion.inside for suggestion in suggestions if suggestion.inside is not None), None)
     return _Trial(
         f"all of it: {combination}" + (", all blocks recomputed" if inside and paths else ""),
         Exactness.ROUNDING,

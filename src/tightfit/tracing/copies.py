@@ -33,7 +33,7 @@ def copies_simulated(dry: DryRun) -> "Iterator[Clock | None]":
     Its value is the clock of copies that run in parallel with the computation; None on a CPU.
     """
     clock = Clock(dry) if simulation.of_cuda else None
-    simulators.copy = lambda tensor, beside: SimulatedTransfer(dry, tensor, clock if beside else None)
+    simulators.copy = lambda tensor, in_parallel: SimulatedTransfer(dry, tensor, clock if in_parallel else None)
     simulation.link = None if clock is None else SimulatedLink(dry, clock)
     try:
         yield clock

@@ -110,7 +110,7 @@ class BlockKind(Protocol):
 
 
 @dataclass(frozen=True)
-class Offer:
+class Suggestion:
     """A suggestion of the doctor to use a lever: in words, as a line of Python, and as a line of YAML.
 
     `lever` is the setting for the whole step, `inside` the policy for every block. In both lines, `BUDGET` is replaced
@@ -201,11 +201,11 @@ class Lever:
         return self.title
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """Suggestions to use the lever in this step: by default its fastest setting, in a plan with no other lever."""
         python = f'tightfit.plan(model, batch, "BUDGET", levers=["{cls.name}"]).apply(model)'
         yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
-        return [Offer(str(setting), python, yaml, lever=setting) for setting in cls.settings(step)[:1]]
+        return [Suggestion(str(setting), python, yaml, lever=setting) for setting in cls.settings(step)[:1]]
 
     def to_dict(self) -> dict[str, Any]:
         """The lever as JSON."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tightfit.planner.levers.base import BlockLever, Exactness, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import BlockLever, Exactness, PlainStep, Role, Suggestion, register
 
 if TYPE_CHECKING:
     from tightfit.devices.spec import DeviceSpec
@@ -55,7 +55,7 @@ class CapturedBlocks(BlockLever):
         return f"{len(self.paths)} of {len(choices)} blocks run as captured programs."
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """None: it saves time, and next to no memory."""
         return []
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tightfit.names import BUDGET_AND_COMPILED_BLOCKS
-from tightfit.planner.levers.base import BlockLever, Exactness, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import BlockLever, Exactness, PlainStep, Role, Suggestion, register
 
 if TYPE_CHECKING:
     from tightfit.devices.spec import DeviceSpec
@@ -73,13 +73,13 @@ class CompiledBlocks(BlockLever):
         return f"{len(self.shares) + len(self.paths)} of {len(choices)} blocks run as compiled code."
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """All blocks at their fastest."""
         from tightfit.runtime.module_paths import globs_of
 
         python = "; ".join(f'tightfit.compile_blocks(model, "{glob}")' for glob in globs_of(step.blocks))
         found = cls.settings(step)[:1]
-        return [Offer(str(each), python, "memory: {compile_blocks: true}", lever=each) for each in found]
+        return [Suggestion(str(each), python, "memory: {compile_blocks: true}", lever=each) for each in found]
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 from tightfit.names import LARGEST_BATCH_AND_COUNTED_MICRO_BATCHES
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Separation, register
+from tightfit.planner.levers.base import Exactness, Lever, PlainStep, Separation, Suggestion, register
 
 if TYPE_CHECKING:
     from tightfit.planner.records import BlockChoice
@@ -59,11 +59,11 @@ class MicroBatches(Lever):
         return f"The batch runs in {self.count} micro-batches, weighted by their valid tokens."
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """The two smallest numbers of micro-batches."""
         line = f'tightfit.plan(model, batch, "BUDGET", levers=["{cls.name}"]).apply(model).backward(batch)'
         return [
-            Offer(str(each), line, f"training: {{gradient_accumulation_steps: {each.count}}}", lever=each)
+            Suggestion(str(each), line, f"training: {{gradient_accumulation_steps: {each.count}}}", lever=each)
             for each in cls.settings(step)[:2]
         ]
 

@@ -9,9 +9,9 @@ from tightfit.planner.levers.base import (
     BlockLever,
     Choice,
     Exactness,
-    Offer,
     PlainStep,
     Role,
+    Suggestion,
     refusal_without_link,
     register,
 )
@@ -112,7 +112,7 @@ class Offload(BlockLever):
         return f"{count} of {len(choices)} blocks offload {format_bytes(self.bytes)} to {where}."
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """Offload everything that every block would hold."""
         if not step.blocks:
             return []
@@ -121,4 +121,4 @@ class Offload(BlockLever):
 
         python = "; ".join(f'tightfit.offload(model, "{glob}")' for glob in globs_of(step.blocks))
         yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
-        return [Offer(f"offload all {len(step.blocks)} blocks", python, yaml, inside=OFFLOAD_ALL)]
+        return [Suggestion(f"offload all {len(step.blocks)} blocks", python, yaml, inside=OFFLOAD_ALL)]

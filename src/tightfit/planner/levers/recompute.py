@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from tightfit.names import BUDGET_AND_RECOMPUTE, RECOMPUTE_AND_COMPILED_BLOCKS, SEGMENTS_AND_REENTRANT
-from tightfit.planner.levers.base import BlockKind, BlockLever, Choice, Exactness, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import BlockKind, BlockLever, Choice, Exactness, PlainStep, Role, Suggestion, register
 
 if TYPE_CHECKING:
     from tightfit.levers.recompute import Policy
@@ -55,7 +55,7 @@ class Recompute(BlockLever):
         return f"{count} of {len(choices)} blocks recompute something in backward."
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """Recompute every block as a whole."""
         if not step.blocks:
             return []
@@ -66,4 +66,4 @@ class Recompute(BlockLever):
         python = "; ".join(f'tightfit.recompute(model, "{glob}")' for glob in globs)
         named = f'{{blocks: "{globs[0]}"}}' if len(globs) == 1 else "{}"
         name = f"recompute all {len(step.blocks)} blocks"
-        return [Offer(name, python, f"memory: {{recompute: {named}}}", inside=RECOMPUTE_ALL)]
+        return [Suggestion(name, python, f"memory: {{recompute: {named}}}", inside=RECOMPUTE_ALL)]

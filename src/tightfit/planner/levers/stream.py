@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, refusal_without_link, register
+from tightfit.planner.levers.base import Exactness, Lever, PlainStep, Role, Suggestion, refusal_without_link, register
 from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Stream(Lever):
         )
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """All blocks whose weights may leave."""
         from tightfit.runtime.module_paths import globs_of
 
@@ -91,7 +91,7 @@ class Stream(Lever):
             for setting in found
         ]
         yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
-        return [Offer(str(setting), line, yaml, lever=setting) for setting, line in zip(found, python, strict=True)]
+        return [Suggestion(str(each), line, yaml, lever=each) for each, line in zip(found, python, strict=True)]
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from tightfit.planner.levers.base import Exactness, Lever, Offer, PlainStep, Role, register
+from tightfit.planner.levers.base import Exactness, Lever, PlainStep, Role, Suggestion, register
 from tightfit.planner.levers.micro_batch import PARTS_SPREAD
 
 if TYPE_CHECKING:
@@ -52,17 +52,17 @@ class TiledModules(Lever):
         return f"{len(self.paths)} feed-forwards ({self.paths[0]}, ...) run over {self.tokens} tokens at a time."
 
     @classmethod
-    def offers(cls, step: PlainStep) -> Sequence[Offer]:
+    def suggestions(cls, step: PlainStep) -> Sequence[Suggestion]:
         """The smallest number of tiles."""
         from tightfit.runtime.module_paths import globs_of
 
-        offers = []
+        suggestions = []
         for setting in cls.settings(step)[:1]:
             globs = globs_of(setting.paths)
             python = "; ".join(f'tightfit.tile(model, "{glob}", {setting.tokens})' for glob in globs)
             yaml = f"memory: {{budget: BUDGET, levers: [{cls.name}]}}"
-            offers.append(Offer(f"feed-forwards in {setting}", python, yaml, lever=setting))
-        return offers
+            suggestions.append(Suggestion(f"feed-forwards in {setting}", python, yaml, lever=setting))
+        return suggestions
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
