@@ -135,7 +135,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("tightfit.version").package_version()
+        from tightfit.version import package_version
+
+        return package_version()
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tightfit' has no attribute {name!r}")

@@ -93,7 +93,9 @@ def _nf4(layer: nn.Linear) -> nn.Module:
         importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise InputError("weights in nf4 need the package bitsandbytes: pip install 'tightfit[lowbit]'") from error
-    return importlib.import_module("tightfit.ops.weights.nf4").NF4Linear.of(layer)
+    from tightfit.ops.weights.nf4 import NF4Linear  # imports bitsandbytes
+
+    return NF4Linear.of(layer)
 
 
 def _linear(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:

@@ -116,32 +116,32 @@ def price_fused(
     """
     kinds = {graph.kind: graph for graph in priced.graphs}
     eager = _seconds_of_blocks(plain, priced.paths)
-    offers = {}
+    compiled_sets = {}
     for kind, graph in kinds.items():
         place = priced.graphs.index(graph)
         recorded = (priced.chain.options[place], priced.choices[place], eager[graph.path])
-        offers[kind] = _Offers.of(graph, *recorded, plain.loop_repeats)
+        compiled_sets[kind] = _CompiledSets.of(graph, *recorded, plain.loop_repeats)
     for number in range(ROUNDS + 1):
         # Captured options would beat guesses, which are too slow, and the best sets would never be compiled.
-        prices = _prices(priced, offers, eager, None, guesses=number < ROUNDS)
+        prices = _prices(priced, compiled_sets, eager, None, guesses=number < ROUNDS)
         solution = solve(prices.solved.chain, bound) or least_peak(prices.solved.chain)
         guessed: dict[str, Counter[int]] = {kind: Counter() for kind in kinds}
         for place, index in enumerate(solution.choice):
             kind = priced.graphs[place].kind
             if index >= prices.first[place]:
                 found = prices.offered[kind][index - prices.first[place]]
-                guessed[kind][found] += found not in offers[kind].measured
+                guessed[kind][found] += found not in compiled_sets[kind].measured
         wanted = {
             kind: [found for found, count in counts.most_common(AT_ONCE) if count] for kind, counts in guessed.items()
         }
         if not any(wanted.values()):
             break
-        _measure(priced, offers, wanted, trace)
-    return _prices(priced, offers, eager, captured, guesses=False)
+        _measure(priced, compiled_sets, wanted, trace)
+    return _prices(priced, compiled_sets, eager, captured, guesses=False)
 
 
 @dataclass
-class _Offers:
+class _CompiledSets:
     """The sets of one kind of block. Mutable: what dry runs have shown of them, by index."""
 
     choices: list[Choice]
@@ -153,7 +153,7 @@ class _Offers:
     @classmethod
     def of(
         cls, graph: BlockGraph, options: Sequence[Option], choices: Sequence[Choice], eager: float, repeats: int
-    ) -> "_Offers":
+    ) -> "_CompiledSets":
         operations = _fused(graph)
         sets = frontier(operations, limit=SETS)
         offered = [Choice(Policy(graph.kept_keys(each.kept)), each.replay_seconds) for each in sets]
@@ -183,7 +183,7 @@ class _Offers:
 
 def _prices(
     priced: Priced,
-    offers: Mapping[str, _Offers],
+    compiled_sets: Mapping[str, _CompiledSets],
     eager: Mapping[str, float],
     captured: Captured | None,
     *,
@@ -191,12 +191,13 @@ def _prices(
 ) -> FusedPrices:
     """The prices of all blocks, with the sets that were seen, or with all."""
     offered = {
-        kind: list(range(len(mine.choices))) if guesses else sorted(mine.measured) for kind, mine in offers.items()
+        kind: list(range(len(mine.choices))) if guesses else sorted(mine.measured)
+        for kind, mine in compiled_sets.items()
     }
     solved, shown, choices, firsts, base = [], [], [], [], []
     for place, path in enumerate(priced.paths):
         kind = priced.graphs[place].kind
-        recorded, mine = priced.chain.options[place], offers[kind]
+        recorded, mine = priced.chain.options[place], compiled_sets[kind]
         programs = () if captured is None else captured.of(place)
         compiled, alone = [], []
         for index in offered[kind]:
@@ -239,18 +240,18 @@ def _cost(operations: Sequence[BlockOperator], graph: BlockGraph, policy: Policy
 
 
 def _measure(
-    priced: Priced, offers: Mapping[str, _Offers], wanted: Mapping[str, Collection[int]], trace: Tracer
+    priced: Priced, compiled_sets: Mapping[str, _CompiledSets], wanted: Mapping[str, Collection[int]], trace: Tracer
 ) -> None:
     """Note the footprints of these sets, and the seconds of a block that runs so, from as few traces as the number of
     blocks allows.
     """
-    members = {kind: [g.path for g in priced.graphs if g.kind == kind] for kind in offers}
+    members = {kind: [g.path for g in priced.graphs if g.kind == kind] for kind in compiled_sets}
     waiting = {kind: sorted(indices) for kind, indices in wanted.items()}
     while any(waiting.values()):
-        tried: dict[str, tuple[_Offers, int]] = {}
+        tried: dict[str, tuple[_CompiledSets, int]] = {}
         for kind, indices in waiting.items():
             now, waiting[kind] = indices[: len(members[kind])], indices[len(members[kind]) :]
-            tried |= {path: (offers[kind], index) for path, index in zip(members[kind], now, strict=False)}
+            tried |= {path: (compiled_sets[kind], index) for path, index in zip(members[kind], now, strict=False)}
         applied = trace({path: mine.choices[index].policy for path, (mine, index) in tried.items()})
         taken = _seconds_of_blocks(applied, priced.paths)
         for window in windows(applied, priced.paths):
