@@ -12,8 +12,8 @@ from command_line import tightfit as run
 from models_by_name import Flat
 from tightfit.errors import CannotFit, InputError
 from tightfit.recipes import choices, ways_out
-from tightfit.recipes.describe_ways import describe_ways_out
 from tightfit.recipes.smaller import length_of, shortened, with_rows
+from tightfit.recipes.table import describe_ways_out
 from tightfit.recipes.ways import WaysOut
 from tightfit.step import TokenBatch, model_loss
 from tightfit.training.config import load_config

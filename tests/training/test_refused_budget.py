@@ -8,7 +8,7 @@ from tiny_training import settings
 from quick_trainings import leave_out_pictures
 from tightfit.errors import CannotFit
 from tightfit.recipes import choices
-from tightfit.recipes.describe_ways import describe_ways_out
+from tightfit.recipes.table import describe_ways_out
 from tightfit.training.api import train
 from tightfit.training.config import parse_config
 

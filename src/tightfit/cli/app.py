@@ -141,7 +141,7 @@ def show_ways_out(error: CannotFit) -> None:
     if error.refusal is None:
         return
     typer.echo("Looking for ways out, each run dry ...", err=True)
-    from tightfit.recipes.describe_ways import describe_ways_out
+    from tightfit.recipes.table import describe_ways_out
 
     with Waiting() as waiting:
         waiting("looking for ways out")

@@ -1,4 +1,4 @@
-"""The table of recipes for a terminal."""
+"""Recipes, and ways out of a refusal, as tables for a terminal."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -6,8 +6,11 @@ from rich.table import Table
 
 from tightfit.planner.report.terminal import WIDTH, narrowed, rendered, table_of
 from tightfit.recipes.records import Outcome, RecipesRecord
+from tightfit.recipes.ways import WayOut, WaysOut
 from tightfit.units import format_bytes, format_seconds
 
+SHOWN_WAYS = 6  # of those that fit
+ROOMY = 110  # columns, from which on ways have their levers too
 ABSENT = "-"
 NEAREST = 3  # rows of recipes that do not fit, those that need least
 FIRST_LEFT_OUT = ("host", "step", "largest batch")  # where the terminal is narrower still
@@ -81,3 +84,33 @@ def _with_words(found: Sequence[Outcome], table: Table, width: int) -> Iterator[
 
 def _levers(outcome: Outcome) -> str:
     return f"; levers {', '.join(NAMES.get(name, name) for name in outcome.levers)}" if outcome.levers else ""
+
+
+def describe_ways_out(found: WaysOut, width: int = WIDTH, *, in_config: bool = False) -> str:
+    """The first few ways that fit, with the options that take them; or a sentence that nothing does. Notes say what was
+    not tried, and why.
+
+    With `in_config`, overrides of a configuration stand in the place of options.
+    """
+    shown = found.fitting[:SHOWN_WAYS]
+    parts: list[Table | str] = [found.sentence] if found.sentence else []
+    if shown:
+        parts += ["", ways_table(shown, width)]
+    sections = [rendered(*parts, width=width)] if parts else []
+    taking = [way.overrides if in_config else way.flags for way in shown]
+    if any(taking):
+        sections.append("\n".join(f"{number}. {line}" for number, line in enumerate(taking, 1) if line))
+    if found.notes:
+        sections.append(rendered(*found.notes, width=width))
+    return "\n".join(sections)
+
+
+def ways_table(ways: tuple[WayOut, ...], width: int = WIDTH) -> Table:
+    """The ways, numbered. A narrow terminal gets no column "levers"."""
+    is_wide = width >= ROOMY
+    columns = ["way out", "peak", "changes", *(["levers"] if is_wide else [])]
+    table = table_of(*columns, texts=("way out", "changes", "levers"))
+    for number, way in enumerate(ways, 1):
+        figures = [f"{number}. {way.name}", format_bytes(way.peak_bytes), way.changes]
+        table.add_row(*figures, *([way.levers] if is_wide else []))
+    return table
