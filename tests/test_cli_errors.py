@@ -44,6 +44,38 @@ def test_an_unknown_key_is_answered_with_the_nearest_name(config):
     assert "training.yaml" in line
 
 
+@pytest.mark.keeps("input-mistake-prints-line")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["estimate", "--model", "cpu8", "--seq-len", "-5"],
+            r"invalid value for '--seq-len': .*: see {} estimate --help",
+        ),
+        (
+            ["estimate", "--model", "cpu8", "--seq-len", "many"],
+            r"invalid value for '--seq-len': .*: see {} estimate --help",
+        ),
+        (["estimate", "--sequence", "5"], r"no such option: --sequence.*: see {} estimate --help"),
+        (["estimate", "--model"], r"option '--model' requires an argument: see {} estimate --help"),
+        (["train"], r"missing argument 'CONFIG': see {} train --help"),
+        (["runs", "show"], r"missing argument '.*': see {} runs show --help"),
+        (["frobnicate"], r"no such command 'frobnicate': see {} --help"),
+        (["--frobnicate"], r"no such option: --frobnicate: see {} --help"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_wrong_option_or_argument_is_a_line_and_no_box(arguments, line):
+    outcome = tightfit(*arguments)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert re.fullmatch(line.format("tightfit"), outcome.error), outcome.error
+
+
+def test_no_command_at_all_shows_the_help():
+    outcome = tightfit()
+    assert "Usage: tightfit" in outcome.out + outcome.err
+
+
 def test_a_value_of_the_wrong_type_is_shown_with_what_is_wanted(config):
     line = mistake("estimate", config(training={"batch_size": "many"}))
     assert "training.batch_size is 'many' (text), wanted an integer" in line

@@ -1,6 +1,6 @@
 """The commands and what happens to their errors: one line on stderr, and the exit code that the error carries."""
 
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -43,7 +43,10 @@ class Commands(TyperGroup):
         end = next((i for i, argument in enumerate(args) if argument in (PROFILE, MINIMIND, RUN)), len(args))
         if "--debug" in args[:end]:
             args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as error:
+            end_with(misused(error))
 
     def invoke(self, ctx: Any) -> Any:
         command = next(iter([*getattr(ctx, "_protected_args", ()), *ctx.args]), "")
@@ -60,14 +63,29 @@ class Commands(TyperGroup):
                 end_with(ended.__context__)
             raise
         except UsageError as error:
-            if ranks_started() > 1:
-                end_with(InputError(f"{cast(Any, error).format_message()} See tightfit {command} --help"))
-            raise
+            end_with(misused(error, command if command in self.commands else ""))
         except OSError as error:
             if ctx.params["debug"] or error.errno not in NO_ROOM:
                 raise
             where = error.filename or "where the output goes"
             end_with(OutputError(f"{where}: {error.strerror}: make room, or write to another disk"))
+
+
+def misused(error: Any, command: str = "") -> InputError:
+    """A wrong option or argument of a command, in a line, where Typer draws a box.
+
+    Raises the error again if it is a help text.
+    """
+    if type(error).__name__ == "NoArgsIsHelpError":  # of a group without a command
+        raise error
+    names, context = [], error.ctx
+    while context is not None and context.parent is not None:
+        names.insert(0, context.info_name)
+        context = context.parent
+    line = error.format_message().rstrip(".")
+    return InputError(
+        f"{line[0].lower()}{line[1:]}: see {' '.join(filter(None, ['tightfit', *(names or [command]), '--help']))}"
+    )
 
 
 def end_with(error: TightfitError) -> NoReturn:
