@@ -25,6 +25,13 @@ def test_a_new_folder_is_made_with_its_parents(tmp_path: Path):
     assert [path.name for path in folder.path.iterdir()] == [PLAN]
 
 
+def test_a_training_that_writes_nothing_leaves_no_folder_where_there_was_none(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    with RunFolder(tmp_path / "there" / "runs" / "new").claimed(overwrite=False):
+        pass
+    assert [*tmp_path.rglob("*")] == [tmp_path / "there"]
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
 

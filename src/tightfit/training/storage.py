@@ -73,8 +73,7 @@ class RunFolder:
         where another training is writing there, or where it holds a run that is neither resumed nor overwritten.
         """
         with ExitStack() as held:
-            if not self.path.exists():
-                held.callback(self._remove_if_empty)
+            held.callback(self._remove_if_empty, [p for p in (self.path, *self.path.parents) if not p.exists()])
             with self._writing(self.path):
                 self._files.make_folders(self.path)
                 is_locked = held.enter_context(locked(self.path))
@@ -86,10 +85,11 @@ class RunFolder:
                 )
             yield is_locked
 
-    def _remove_if_empty(self) -> None:
-        """A training that ended before it wrote anything leaves no folder where there was none."""
+    def _remove_if_empty(self, folders: Sequence[Path]) -> None:
+        """A training that ended before it wrote anything leaves no folder where there was none, nor one above."""
         with suppress(OSError):  # it has content, or somebody else removed it
-            self.path.rmdir()
+            for folder in folders:
+                folder.rmdir()
 
     def demand_room(self, needed_bytes: int) -> None:
         """Raises `OutputError` unless so many bytes find room, those of an earlier run given back."""
