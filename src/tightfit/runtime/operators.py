@@ -54,8 +54,10 @@ _REPEATABLE = frozenset(
 
 
 # `_chunk_cat` is called below autograd by FSDP2. `allclose` asks for a number within its kernel, and packing sequences
-# reads their lengths there.
-_COMPOSED = frozenset({"aten::_chunk_cat", "aten::allclose", "aten::_pack_padded_sequence"})
+# reads their lengths there. `_trilinear` is a loop of products. Kernels of FSDP2, of functional collectives and of
+# `torch.nn` are written in Python.
+_COMPOSED = frozenset({"aten::_chunk_cat", "aten::allclose", "aten::_pack_padded_sequence", "aten::_trilinear"})
+_COMPOSED_NAMESPACES = frozenset({"fsdp", "_c10d_functional", "torch_nn"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def _inspect(operator: Any) -> Traits:
         is_foreign=operator.namespace not in ("aten", "prims") and schema.name not in _REPEATABLE,
         is_collective=operator.namespace == "c10d",
         is_mark=operator.namespace == "profiler",
-        is_composed=operator.namespace in ("fsdp", "_c10d_functional") or schema.name in _COMPOSED,
+        is_composed=operator.namespace in _COMPOSED_NAMESPACES or schema.name in _COMPOSED,
         is_composite=has_kernel(operator.name(), "CompositeImplicitAutograd"),
         exchanges_memory=operator in EXCHANGES_MEMORY,
         seeds=frozenset(i for i, result in enumerate(schema.returns) if result.name in _SEEDS),

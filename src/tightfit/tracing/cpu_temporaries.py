@@ -1,17 +1,20 @@
 """Temporaries inside CPU operators, which the allocator sees and the dispatcher does not.
 
-These are converted operands of mixed dtypes, intermediate results of composite operators, and oneDNN's reordered
-operands of convolutions.
+These are converted operands of mixed dtypes, intermediate results of composite operators, copies of operands in another
+order, and oneDNN's reordered operands of convolutions. `tests/tracing/test_scratch_of_operators.py` compares them with
+the allocator for PyTorch's own samples of all operators.
 """
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from tightfit.memory.allocator import cpu_rise, storage_bytes
+from tightfit.runtime.internals import no_modes
 from tightfit.tracing.shapes import TensorShape
-
-aten = torch.ops.aten
 
 # Elementwise operators convert an operand of another dtype as a whole before they compute (on the CPU only). Source:
 # `TensorIteratorBase::compute_types`, ATen/TensorIterator.cpp.
@@ -106,45 +109,107 @@ def unreduced_loss(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]
     return torch.broadcast_shapes(inputs[0].shape, inputs[1].shape).numel() * outputs[0].dtype.itemsize
 
 
-CONVOLUTIONS = {
-    "aten.convolution.default": aten.convolution.default,
-    "aten.convolution_backward.default": aten.convolution_backward.default,
-}
-LARGEST_CONVOLUTION = 16 * 2**20  # bytes of operands; larger convolutions are extrapolated from two small batches
+# Operators whose temporaries follow from no formula worth writing: they run once for each shape, on zeros. Those of
+# `MEASURED` have temporaries with any operands, those of `COPYING` copy operands that are not contiguous.
+_CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
+_MEASURED = """
+_batch_norm_with_update _fft_c2c _fft_c2r _fft_r2c _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _linalg_det
+_linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _native_batch_norm_legit _unsafe_masked_index
+_unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d
+binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits clamp.Tensor dist exp2 gather histc
+index_reduce isin.Tensor_Tensor isinf kthvalue ldexp.Tensor linalg_eig linalg_inv_ex linalg_lstsq linalg_lu
+linalg_matrix_exp linalg_pinv.atol_rtol_tensor linalg_qr linalg_vector_norm multinomial mvlgamma native_batch_norm
+native_dropout_backward native_group_norm_backward normal.Tensor_float repeat roll rrelu_with_noise scatter.src
+scatter_reduce.two soft_margin_loss soft_margin_loss_backward sort sort.stable upsample_bicubic2d upsample_bilinear2d
+upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_trilinear3d im2col _embedding_bag_backward
+"""
+_COPYING = """
+_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _log_softmax_backward_data
+_embedding_bag_per_sample_weights_backward _softmax_backward_data _upsample_bilinear2d_aa_backward
+_upsample_nearest_exact1d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool2d_backward
+avg_pool3d_backward channel_shuffle embedding_dense_backward fractional_max_pool2d_backward
+fractional_max_pool3d_backward gelu_backward grid_sampler_2d_backward index_select linalg_ldl_solve
+linalg_solve_triangular lu_unpack masked_scatter masked_scatter_backward max_pool2d_with_indices_backward
+max_pool3d_with_indices_backward mv native_batch_norm_backward native_layer_norm_backward pixel_shuffle pixel_unshuffle
+reflection_pad1d_backward replication_pad1d_backward replication_pad2d_backward scatter.value scatter_add tril triu
+unfold_backward upsample_bicubic2d_backward upsample_bilinear2d_backward upsample_linear1d_backward
+upsample_nearest1d_backward upsample_nearest2d_backward upsample_trilinear3d_backward
+"""
 
 
-def convolution_scratch(name: str, inputs: Sequence[TensorShape], arguments: tuple) -> int:
-    """Bytes of scratch memory of a convolution. oneDNN chooses them by shape and instruction set, so it runs once."""
-    if sum(shape.bytes for shape in inputs) <= LARGEST_CONVOLUTION or inputs[0].shape[0] <= 2:
-        return _measured(name, tuple(inputs), repr(arguments), arguments)
-    # Memory for activations grows with the batch; memory for weights does not. Two batches tell them apart.
-    one, two = (_measured(name, _with_batch(name, inputs, size), repr(arguments), arguments) for size in (1, 2))
-    return one + (inputs[0].shape[0] - 1) * (two - one)
+def _overloads(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names.split())
 
 
-def _with_batch(name: str, inputs: Sequence[TensorShape], size: int) -> tuple[TensorShape, ...]:
-    batched = 2 if name == "aten.convolution_backward.default" else 1  # the gradient and the input; the input
-    return tuple(
-        shape._replace(shape=(size, *shape.shape[1:])) if i < batched else shape for i, shape in enumerate(inputs)
-    )
+MEASURED, COPYING = _CONVOLUTIONS | _overloads(_MEASURED), _overloads(_COPYING)
+LARGEST_RUN = 16 * 2**20  # bytes of operands; larger calls are extrapolated from two small batches
+LARGEST_WHOLE_RUN = 256 * 2**20  # bytes of operands that cannot be made smaller
 
 
-_scratch: dict[tuple[str, tuple[TensorShape, ...], str], int] = {}
+def is_measured(name: str, inputs: Sequence[torch.Tensor]) -> bool:
+    """True if the temporaries of a call are known only once it ran."""
+    return name in MEASURED or (name in COPYING and not all(tensor.is_contiguous() for tensor in inputs))
 
 
-def _measured(name: str, inputs: tuple[TensorShape, ...], key: str, arguments: tuple) -> int:
-    known = _scratch.get((name, inputs, key))
-    if known is None:
-        known = _scratch[name, inputs, key] = _run(name, inputs, arguments)
-    return known
+def measured_scratch(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int:
+    """Bytes of scratch memory of a call, which runs on zeros of the same shapes, or of two smaller batches."""
+    args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs))
+    shapes = [each for each in _leaves((args, kwargs)) if isinstance(each, TensorShape)]
+    taken = sum(shape.bytes for shape in shapes)
+    batch = shapes[0].shape[0] if shapes and shapes[0].shape else 1
+    if taken > LARGEST_RUN and batch > 2:
+        # Memory for activations grows with the batch; memory for weights does not. Two batches tell them apart.
+        named = str(operator) in _CONVOLUTIONS
+        smaller = [_with_batch((args, kwargs), batch, size, 2 if named else len(shapes)) for size in (1, 2)]
+        one, two = (_run(operator, *call) for call in smaller)
+        if one is not None and two is not None:
+            return one + (batch - 1) * (two - one)
+    return (_run(operator, args, kwargs) or 0) if taken <= LARGEST_WHOLE_RUN else 0
 
 
-def _run(name: str, inputs: tuple[TensorShape, ...], arguments: tuple) -> int:
-    operands = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype).zero_() for s in inputs]
-    call = CONVOLUTIONS[name]
-    filled = [*operands, *arguments]  # a missing bias is None among the arguments
-    with torch.no_grad():
-        results = [call(*filled)]
-        rise = cpu_rise(lambda: results.append(call(*filled)))
-    made = results[1] if isinstance(results[1], tuple) else (results[1],)
-    return max(0, rise - storage_bytes([t for t in made if isinstance(t, torch.Tensor)]))
+def _is_leaf(each: Any) -> bool:
+    """True for a shape, and for sizes given as a list of numbers."""
+    return isinstance(each, TensorShape) or (isinstance(each, list) and all(type(n) is int for n in each))
+
+
+def _leaves(call: Any) -> list[Any]:
+    return tree_leaves(call, is_leaf=_is_leaf)
+
+
+def _with_batch(call: Any, batch: int, size: int, tensors: int) -> Any:
+    """The call with another first dimension of its first tensors, and of sizes that are given as numbers."""
+    left = itertools.count()
+
+    def resized(each: Any) -> Any:
+        if isinstance(each, TensorShape):
+            is_batched = next(left) < tensors and each.shape[:1] == (batch,)
+            return each._replace(shape=(size, *each.shape[1:])) if is_batched else each
+        is_sizes = isinstance(each, list) and len(each) > 2 and each[0] == batch
+        return [size, *each[1:]] if is_sizes else each
+
+    return tree_map(resized, call, is_leaf=_is_leaf)
+
+
+def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """The bytes that a call on zeros allocates beside its results; None if it cannot run on them."""
+    args, kwargs = tree_map(_zeros, (args, kwargs), is_leaf=_is_leaf)
+    given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    results: list[Any] = []
+    with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            operator(*args, **kwargs)
+            rise = cpu_rise(lambda: results.append(operator(*args, **kwargs)))
+        except RuntimeError:
+            return None
+    made = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+    if any(t.layout is not torch.strided for t in made):  # sparse gradients have no storage of their own
+        return None
+    return max(0, rise - storage_bytes([t for t in made if t.untyped_storage().data_ptr() not in given]))
+
+
+def _zeros(each: Any) -> Any:
+    if not isinstance(each, TensorShape):
+        return each
+    places = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride, strict=True))
+    filled = torch.ones if each.dtype == torch.bool else torch.zeros  # a mask that is true everywhere, the worst case
+    return filled(places if each.numel else 0, dtype=each.dtype).as_strided(each.shape, each.stride)

@@ -39,6 +39,7 @@ from tightfit.tracing.questions import ASKING, Answers, Questions
 from tightfit.tracing.record import Category, Phase
 from tightfit.tracing.recording import (
     NO_EXECUTOR_COST,
+    Call,
     ExecutorCost,
     OperatorCost,
     Recording,
@@ -52,11 +53,11 @@ from tightfit.tracing.rules import (
     LENGTHS,
     NEVER_COMPUTED,
     ON_HOST,
-    REDUCED_IN_PLACE,
+    RESIZED_IN_PLACE,
     Routing,
     assumed_choice,
     choice_bound,
-    in_unreduced_memory,
+    in_kept_memory,
     inside,
 )
 from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, inputs_and_key, result_shapes
@@ -150,16 +151,16 @@ class DryRun(Recording):
                 self.see(tensor).drawn = True
         for place in ON_HOST.get(func, ()) if simulation.of_cuda else ():
             self.ledger.on_host(out[place])
-        self.finish(traits, inputs, args, out, key, reads, makes)
+        self.finish(traits, inputs, Call(func, args, kwargs), out, key, reads, makes)
         return out
 
     def priced(
-        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
+        self, traits: Traits, inputs: Sequence[torch.Tensor], call: Call, out: Any, key: Any
     ) -> tuple[float, int]:
         known = key, simulation.host > 0
         if traits.name == _LOOP and known not in self._costs:
-            self._costs[known] = self.price_of_loop(experts.multiplied, args)
-        return super().priced(traits, inputs, args, out, key)
+            self._costs[known] = self.price_of_loop(experts.multiplied, call.args)
+        return super().priced(traits, inputs, call, out, key)
 
     def price_of_loop(self, kernel: Callable[..., torch.Tensor], args: tuple) -> tuple[float, int]:
         """The seconds of an operator whose kernel calls other operators, and the most memory that it has beside its
@@ -321,8 +322,8 @@ class DryRun(Recording):
         out = unbacked_tensors(shapes)
         if traits.name in _CHOOSING:
             out = self.choose(func, args, out)
-        if traits.name in _REDUCED_IN_PLACE:
-            out = in_unreduced_memory(out, args[0], args[1])
+        if traits.name in _RESIZED_IN_PLACE:
+            out = in_kept_memory(func, out, args)
             set_unbacked(out)
         return out
 
@@ -429,8 +430,8 @@ class DryRun(Recording):
 
 
 # By name: Python hashes a text once, and an operator at each look-up.
-_INDEXING, _LENGTHS, _CHOOSING, _REDUCED_IN_PLACE = (
-    frozenset(map(str, operators)) for operators in (INDEXING, LENGTHS, CHOOSING, REDUCED_IN_PLACE)
+_INDEXING, _LENGTHS, _CHOOSING, _RESIZED_IN_PLACE = (
+    frozenset(map(str, operators)) for operators in (INDEXING, LENGTHS, CHOOSING, RESIZED_IN_PLACE)
 )
 
 _LOOP = str(experts.PRODUCT)

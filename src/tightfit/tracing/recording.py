@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +17,7 @@ from tightfit.levers.activity import activity
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, chooses, tensors_among, written_arguments
 from tightfit.runtime.simulation import simulation
+from tightfit.tracing.cpu_temporaries import is_measured, measured_scratch
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
@@ -33,6 +34,22 @@ OperatorCost = Callable[[str, Sequence[TensorShape], Sequence[TensorShape], tupl
 def no_cost(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
     """The cost of an operator in a run that needs no seconds."""
     return 0.0
+
+
+class Call(NamedTuple):
+    """An operator with the arguments of one call."""
+
+    operator: Any
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def constants(self) -> tuple:
+        """The positional arguments that are no tensors."""
+        return tuple(each for each in self.args if not isinstance(each, torch.Tensor))
+
+
+_measured: dict[Any, int] = {}  # scratch memory of calls that ran, by their key
 
 
 @dataclass(frozen=True)
@@ -139,9 +156,9 @@ class Recording(TorchDispatchMode):
         return tuple(made)
 
     def finish(
-        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any, reads: Any, makes: Any
+        self, traits: Traits, inputs: Sequence[torch.Tensor], call: Call, out: Any, key: Any, reads: Any, makes: Any
     ) -> None:
-        seconds, workspace = self.priced(traits, inputs, args, out, key)
+        seconds, workspace = self.priced(traits, inputs, call, out, key)
         is_choice = self._chooses.get(key)
         if is_choice is None:
             is_choice = self._chooses[key] = chooses(traits, out)
@@ -152,13 +169,13 @@ class Recording(TorchDispatchMode):
             executor_seconds = max(alone.host + executor_seconds, alone.device) - whole
         phase = Phase.RECOMPUTE if activity.recomputing else self.modules.phase(self.phase)
         watched = phase is Phase.FORWARD
-        module, call = self.modules.attribute(phase)
+        module, turn = self.modules.attribute(phase)
         self.levels.append(self.ledger.live_bytes + workspace)
         self.operators.append(
             OperatorRecord(
                 traits.name, phase, module, whole + executor_seconds, workspace,
                 activity.region if watched else None, activity.occurrence, reads, makes, is_choice,
-                executor_seconds=executor_seconds, call=call, operands=activity.operands if watched else "",
+                executor_seconds=executor_seconds, call=turn, operands=activity.operands if watched else "",
                 host_seconds=simulation.repeats * host, device_seconds=simulation.repeats * device, alone=alone,
             )
         )  # fmt: skip
@@ -189,19 +206,32 @@ class Recording(TorchDispatchMode):
         )  # fmt: skip
 
     def priced(
-        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
+        self, traits: Traits, inputs: Sequence[torch.Tensor], call: Call, out: Any, key: Any
     ) -> tuple[float, int]:
         key = key, simulation.host > 0  # the host's prices are not the device's
         price = self._costs.get(key)
         if price is None:
             shapes = [TensorShape.of(t) for t in inputs]
             outputs = [TensorShape.of(t) for t in tensors_among((out,))]
-            constants = tuple(a for a in args if not isinstance(a, torch.Tensor))
-            price = self._costs[key] = (
-                self.cost(traits.name, shapes, outputs, constants),
-                self.workspace(traits.name, shapes, outputs, constants),
-            )
+            seconds = self.cost(traits.name, shapes, outputs, call.constants)
+            price = self._costs[key] = seconds, self.scratch(traits.name, inputs, call, shapes, outputs, key)
         return price
+
+    def scratch(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        call: Call,
+        shapes: Sequence[TensorShape],
+        outputs: Sequence[TensorShape],
+        key: Any,
+    ) -> int:
+        """Bytes that a call allocates and frees before it returns."""
+        if self.workspace is not cpu_workspace or not is_measured(name, inputs):
+            return self.workspace(name, shapes, outputs, call.constants)
+        if key not in _measured:
+            _measured[key] = measured_scratch(*call)
+        return _measured[key]
 
     # PyTorch's own in-place operators: autograd's, the mask that plain attention adds to its scores, and the bias that
     # `linear` adds to a product. Autograd adds into a gradient that nothing else holds, and scatters into new zeros, in

@@ -55,6 +55,7 @@ ADDED_IN_PLACE = frozenset(
         "aten.scatter_add.default",
         "aten.scatter.src",
         "aten.scatter.value",
+        "aten.put.default",
     }
 )
 
@@ -64,17 +65,29 @@ PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.mv.default"})
 # (`_efficient_attention_forward` in native/transformers/cuda/attention.cu).
 ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 
-# Elementwise losses whose reduced result keeps the memory of the unreduced one, because it is resized in place. Source:
-# `TORCH_META_FUNC(mse_loss)`, ATen/native/BinaryOps.cpp and Loss.cpp.
-REDUCED_IN_PLACE = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default})
+# Operators whose result keeps the memory of an intermediate one, because it is resized in place: a reduced elementwise
+# loss that of the unreduced loss, an image that of its patches. Source: `TORCH_META_FUNC(mse_loss)`,
+# ATen/native/BinaryOps.cpp, Loss.cpp and cuda/Loss.cu; `col2im_cpu`, Col2Im.cpp and cuda/Col2Im.cu.
+_REDUCED = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+RESIZED_IN_PLACE = frozenset({*_REDUCED, aten.col2im.default})
 
 
-def in_unreduced_memory(result: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The result over memory for one element of each pair."""
-    if result.dim():
+def in_kept_memory(operator: Any, result: torch.Tensor, args: tuple) -> torch.Tensor:
+    """The result of an operator of `RESIZED_IN_PLACE` over the memory that it keeps."""
+    if operator not in _REDUCED:
+        count = args[0].numel()
+    elif result.dim():
         return result
-    count = torch.broadcast_shapes(left.shape, right.shape).numel()
-    return unbacked_tensor((count,), (1,), result.dtype).as_strided((), ())
+    else:
+        count = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    if count <= result.numel():
+        return result
+    return unbacked_tensor((count,), (1,), result.dtype).as_strided(result.shape, result.stride())
 
 
 class Routing(enum.Enum):
@@ -187,7 +200,7 @@ def _ctc_loss(
 
 
 def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return torch.empty_like(log_probs)
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 # Operators whose results' sizes depend on numbers in these arguments: lengths, which are usually known.
@@ -304,8 +317,10 @@ def _as_gradient(operator: Any) -> Callable[..., torch.Tensor]:
 
 
 def _log_sigmoid_forward(x: torch.Tensor) -> Any:
-    found = aten.log_sigmoid_forward.default(x)  # contiguous on a CPU: native/Activation.cpp
-    return found if simulation.of_cuda else tuple(_meta(part.shape, part.dtype) for part in found)
+    result, buffer = aten.log_sigmoid_forward.default(x)
+    if simulation.of_cuda:
+        return result, _meta((0,), x.dtype)  # `log_sigmoid_forward_cuda` in cuda/ActivationLogSigmoidKernel.cu
+    return _meta(result.shape, result.dtype), _meta(buffer.shape, buffer.dtype)  # contiguous: native/Activation.cpp
 
 
 def _padding(operator: Any) -> Callable[..., torch.Tensor]:
@@ -356,7 +371,20 @@ def _mkldnn_rnn_layer_backward(*args: Any) -> Any:
     return *found[:4], torch.empty_like(found[4]), *found[5:]  # the two biases have gradients of their own
 
 
+def _as_input(grad: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    return torch.empty_like(source)
+
+
+def _fake_quantize(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
+
+
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    # Those without a meta kernel. Source: ATen/native/LossMultiMargin.cpp, LossMultiLabelMargin.cpp, quantized/
+    aten.multi_margin_loss_backward.default: _as_input,
+    aten.multilabel_margin_loss_backward.default: _as_input,
+    aten.fake_quantize_per_tensor_affine_cachemask.default: _fake_quantize,
+    aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantize,
     **{
         operator: _batch_norm(operator)
         for operator in (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)

@@ -13,7 +13,6 @@ from tightfit.tracing import recurrent
 from tightfit.tracing.cpu_temporaries import (
     BUFFERED_IN_16_BITS,
     COMPOSITES,
-    CONVOLUTIONS,
     PROMOTING,
     REDUCED_LOSSES,
     SUMS,
@@ -21,7 +20,6 @@ from tightfit.tracing.cpu_temporaries import (
     composite_scratch,
     converted_operands,
     converted_sum,
-    convolution_scratch,
     unreduced_loss,
 )
 from tightfit.tracing.shapes import TensorShape
@@ -95,9 +93,9 @@ def _narrow_products(query_length: int, key_length: int, width: int, dtype: torc
 
 
 def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorShape]) -> int:
-    if inputs[0].dtype.itemsize != 2:
-        return 0
     *_, left, right = inputs
+    if inputs[0].dtype.itemsize != 2:
+        return sum(_copied_matrix(shape) for shape in (left, right))
     if left.numel * right.shape[-1] <= LARGEST_PRODUCT:
         return _measured_product(operator, tuple(inputs))
     # Without instructions for 16 bits oneDNN sums into an fp32 buffer of the size of the result, one for each thread of
@@ -114,6 +112,16 @@ def _cpu_product(operator: Callable[..., torch.Tensor], inputs: Sequence[TensorS
     if left.numel * right.shape[-1] <= (LARGEST_WITH_TILES if processor_has_amx() else LARGEST_FAST_PRODUCT):
         return _measured_product(operator, tuple(inputs))
     return _measured_product(operator, _reduced(inputs, *PACKED))
+
+
+def _copied_matrix(shape: TensorShape) -> int:
+    """Bytes of the copy of a matrix, of one at a time in a batch, that BLAS takes in neither order of its dimensions.
+
+    Source: `addmm_impl_cpu_` in ATen/native/LinearAlgebra.cpp, which `baddbmm` calls for each matrix.
+    """
+    (rows, columns), (down, across) = shape.shape[-2:], shape.stride[-2:]
+    is_taken = (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+    return 0 if is_taken else rows * columns * shape.dtype.itemsize
 
 
 def _results(inputs: Sequence[TensorShape]) -> int:
@@ -244,8 +252,6 @@ def cpu_workspace(
         return converted_operands(name, inputs)
     if name in _RECURRENT:
         return _recurrent(name, inputs)
-    if name in CONVOLUTIONS:
-        return convolution_scratch(name, inputs, arguments)
     if name in REDUCED_LOSSES:
         return unreduced_loss(inputs, outputs)
     if name in SUMS:

@@ -27,7 +27,8 @@ _LOSSES = {
     "aten.smooth_l1_loss.default": (RESULT, None),
     "aten.huber_loss.default": (None, RESULT),  # `huber_loss`, `binary_cross_entropy_with_logits`, same file
     "aten.binary_cross_entropy_with_logits.default": (None, None, RESULT),
-    "aten.binary_cross_entropy.default": (None, RESULT),  # `binary_cross_entropy_cuda` in cuda/Loss.cu
+    "aten.binary_cross_entropy.default": (RESULT, 4),  # `binary_cross_entropy_out_cuda` in cuda/Loss.cu
+    "aten.soft_margin_loss.default": (RESULT, 4),  # `soft_margin_loss_out` in native/Loss.cpp
 }
 
 

@@ -212,6 +212,19 @@ def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
     return [inputs[-1].bytes, *_ctc(inputs[1:], outputs, arguments)]
 
 
+def _soft_margin_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `soft_margin_loss_backward_out` in native/Loss.cpp: exp(-target * input), and what it is computed from
+    one = outputs[0].bytes
+    return [one, one, one, -one, -one, RESULT, one]
+
+
+def _distances_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # `cdist_backward_kernel_impl`, `pdist_backward_kernel_impl` in cuda/DistanceKernel.cu: the gradient of every pair.
+    # The inputs are: gradient, rows (two of them for `cdist`), distances.
+    pairs = inputs[0].numel if len(inputs) == 4 else (inputs[1].shape[0] - 1) * inputs[1].shape[0]
+    return [RESULT, pairs * inputs[1].shape[-1] * inputs[1].dtype.itemsize]
+
+
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     **convolutions.FORMULAS,
     **normalisation.FORMULAS,
@@ -236,6 +249,9 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten.cumprod.default": _scan,
     **{name: partial(_composite, name) for name in COMPOSITES},
     "aten.logsumexp.default": _log_sum_exp,
+    "aten.soft_margin_loss_backward.default": _soft_margin_backward,
+    "aten._cdist_backward.default": _distances_backward,
+    "aten._pdist_backward.default": _distances_backward,
     "aten._ctc_loss.default": _ctc,
     "aten._ctc_loss.Tensor": _ctc,
     "aten._ctc_loss_backward.default": _ctc_backward,

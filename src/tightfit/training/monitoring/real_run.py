@@ -16,15 +16,14 @@ from tightfit.memory.failure import parse_out_of_memory
 from tightfit.optim.by_name import named_states
 from tightfit.optim.in_backward import gradient_memory
 from tightfit.runtime.internals import current_node, has_kernel, is_profiling, run_composite
-from tightfit.runtime.operators import Traits, instances, traits_of
+from tightfit.runtime.operators import Traits, traits_of
 from tightfit.runtime.outside import OutsideLoop
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace, StorageRecord
-from tightfit.tracing.recording import Recording, answers_itself
-from tightfit.tracing.shapes import TensorShape, inputs_and_key
+from tightfit.tracing.recording import Call, Recording, answers_itself
+from tightfit.tracing.shapes import inputs_and_key
 from tightfit.tracing.step import record
-from tightfit.tracing.workspace import cpu_workspace
 
 CUDA_ROUNDING = 512  # kMinBlockSize, c10/cuda/CUDACachingAllocator.h
 
@@ -115,7 +114,6 @@ class RealRun(Recording):
         self.passive = False
         self.failed_at: int | None = None  # the operator that ran out of memory
         self._took = 0.0
-        self._scratch: dict[Any, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -143,7 +141,7 @@ class RealRun(Recording):
             raise
         self._took = time.perf_counter() - began
         makes = self.account(traits, args, kwargs, out, index, known=True)
-        self.finish(traits, inputs, args, out, key, reads, makes)
+        self.finish(traits, inputs, Call(func, args, kwargs), out, key, reads, makes)
         return out
 
     def without_hooks(self) -> AbstractContextManager[None]:
@@ -154,20 +152,13 @@ class RealRun(Recording):
         return self.ledger.track(tensor, known=True, operator=None, forward=self.phase is Phase.FORWARD)
 
     def priced(
-        self, traits: Traits, inputs: Sequence[torch.Tensor], args: tuple, out: Any, key: Any
+        self, traits: Traits, inputs: Sequence[torch.Tensor], call: Call, out: Any, key: Any
     ) -> tuple[float, int]:
         """The measured seconds, and the scratch memory that no dispatch mode sees."""
-        scratch = self._scratch.get(key)
-        if scratch is None:
-            scratch = self._scratch[key] = self.scratch(traits.name, inputs, args, out)
-        return self._took, scratch
-
-    def scratch(self, name: str, inputs: Sequence[torch.Tensor], args: tuple, out: Any) -> int:
         # Some of these figures are measured with a profiler, and only one profiler can run at a time.
         if self.device.type != "cpu" or is_profiling():
-            return 0
-        shapes, made = (list(map(TensorShape.of, tensors)) for tensors in (inputs, instances(torch.Tensor, (out,))))
-        return cpu_workspace(name, shapes, made, tuple(a for a in args if not isinstance(a, torch.Tensor)))
+            return self._took, 0
+        return self._took, super().priced(traits, inputs, call, out, key)[1]
 
     def fail(self, traits: Traits, reads: tuple[int, ...], error: BaseException) -> None:
         """Enter the operator that raised. For an out-of-memory error, its requested bytes count as scratch memory."""
