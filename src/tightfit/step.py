@@ -178,7 +178,7 @@ def autocast(precision: Precision, device_type: str) -> Iterator[None]:
 def adding_up(model: nn.Module, *, last: bool) -> AbstractContextManager[Any]:
     """A context for forward and backward of a micro-batch: DDP around the model adds up gradients in the last one.
 
-    So does a model with a `no_sync` of its own, which a played rank of FSDP2 may have.
+    So does a model with a `no_sync` of its own, which a simulated rank of FSDP2 may have.
     """
     is_joined = isinstance(model, nn.parallel.DistributedDataParallel) or "no_sync" in vars(model)
     own: Any = model

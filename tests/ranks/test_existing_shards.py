@@ -1,4 +1,4 @@
-"""Models that somebody else has sharded with FSDP2: what is read off them, and the copies that are played."""
+"""Models that somebody else has sharded with FSDP2: what is read off them, and the copies that are simulated."""
 
 import pytest
 import torch

@@ -51,11 +51,11 @@ def sharded(made):
 
 def played_with(made, found, rank):
     """The peak of a rank that runs the plan, without the search that found it."""
-    played = SimulatedRank(World(RANKS, found.parallel, sharding=found.sharding), rank, find_blocks(made))
+    simulated = SimulatedRank(World(RANKS, found.parallel, sharding=found.sharding), rank, find_blocks(made))
     own = own_copy(made)
     parts = as_parts(split_batch(BATCH.tensors(), found.micro_batches), model_loss)
     with found.apply(own):
-        return trace_step(own, parts, model_loss, rank=played).peak_bytes
+        return trace_step(own, parts, model_loss, rank=simulated).peak_bytes
 
 
 @pytest.mark.keeps("plan-holds-ranks-peak")

@@ -1,4 +1,4 @@
-"""Real processes that talk by gloo, against ranks that are played: their peaks are equal to the byte."""
+"""Real processes that talk by gloo, against simulated ranks: their peaks are equal to the byte."""
 
 import importlib.util
 import shutil
@@ -42,7 +42,7 @@ def ranks():
         ("cp", "bf16", None),
     ],
 )
-def test_a_played_rank_has_the_peak_of_the_real_one(ranks, parallel, precision, reshard):
+def test_a_simulated_rank_has_the_peak_of_the_real_one(ranks, parallel, precision, reshard):
     shape = ranks.EVEN if parallel == "tp" else ranks.UNEVEN
     case = ranks.Case(2, parallel, precision, reshard, shape=shape)
     with tempfile.TemporaryDirectory() as folder:

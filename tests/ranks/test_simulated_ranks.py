@@ -1,4 +1,4 @@
-"""Ranks of DDP and FSDP2, played on one machine."""
+"""Ranks of DDP and FSDP2, simulated on one machine."""
 
 import sys
 

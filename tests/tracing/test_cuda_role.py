@@ -1,4 +1,4 @@
-"""A CPU plays CUDA in a dry run: which operators are called, and what they keep."""
+"""A CPU simulates CUDA in a dry run: which operators are called, and what they keep."""
 
 import collections
 import contextlib

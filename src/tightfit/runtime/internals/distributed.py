@@ -145,8 +145,8 @@ def sizes_of_storages_by(resize: Any, size: Any) -> Iterator[None]:
         return self if resize(self, nbytes) else own_resize(self, nbytes)
 
     def nbytes(self: Any) -> int:
-        played = size(self)
-        return own_nbytes(self) if played is None else played
+        simulated = size(self)
+        return own_nbytes(self) if simulated is None else simulated
 
     kind.resize_, kind.nbytes = resize_, nbytes
     try:

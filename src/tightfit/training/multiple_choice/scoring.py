@@ -246,7 +246,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def cuda_role(device: torch.device) -> CudaRole | None:
-    """The device that dry runs play; None for a CPU."""
+    """The device that dry runs simulate; None for a CPU."""
     if device.type != "cuda":
         return None
     card = torch.cuda.get_device_properties(device)
