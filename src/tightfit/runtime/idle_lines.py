@@ -4,11 +4,12 @@ import logging
 
 # Loggers of other packages, and how a message begins or goes on that says nothing to whoever runs a command: torchao
 # cannot load extensions for cards that are not here, and uses a name that PyTorch will drop; bitsandbytes could not get
-# a faster kernel from a hub.
+# a faster kernel from a hub; transformers has no loss by the name None, which GPT-2's config has by default.
 IDLE = {
     "torchao": "Failed to load ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "torch.utils._pytree": "is an Enum subclass and is now natively supported",
+    "transformers.modeling_utils": "`loss_type=None` was set in the config",
 }
 
 
