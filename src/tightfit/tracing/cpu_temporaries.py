@@ -109,21 +109,38 @@ def unreduced_loss(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]
     return torch.broadcast_shapes(inputs[0].shape, inputs[1].shape).numel() * outputs[0].dtype.itemsize
 
 
+# Sums of each channel of contiguous images: their mean and deviation (`batch_norm_cpu_update_stats_template` in
+# ATen/native/Normalization.cpp), and for each of them in a batch two sums (`GroupNormBackwardKernelImplInternal` in
+# ATen/native/cpu/group_norm_kernel.cpp).
+BATCH_NORMS = frozenset(
+    {"aten.native_batch_norm.default", "aten._native_batch_norm_legit.default", "aten._batch_norm_with_update.default"}
+)
+GROUP_NORM_BACKWARD = "aten.native_group_norm_backward.default"
+
+
+def channel_sums(name: str, inputs: Sequence[TensorShape]) -> int:
+    """Bytes of the sums of each channel that a norm over images has beside its results."""
+    image = inputs[0].shape
+    count = image[1] if name in BATCH_NORMS else image[0] * image[1]
+    return 2 * 4 * count
+
+
 # Operators whose temporaries follow from no formula worth writing: they run once for each shape, on zeros. Those of
 # `MEASURED` have temporaries with any operands, those of `COPYING` copy operands that are not contiguous.
 _CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 _MEASURED = """
-_batch_norm_with_update _fft_c2c _fft_c2r _fft_r2c _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _linalg_det
-_linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _native_batch_norm_legit _unsafe_masked_index
+_fft_c2c _fft_c2r _fft_r2c _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _linalg_det
+_linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _unsafe_masked_index
 _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d
 binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits clamp.Tensor dist exp2 gather histc
 index_reduce isin.Tensor_Tensor isinf kthvalue ldexp.Tensor linalg_eig linalg_inv_ex linalg_lstsq linalg_lu
-linalg_matrix_exp linalg_pinv.atol_rtol_tensor linalg_qr linalg_vector_norm multinomial mvlgamma native_batch_norm
-native_dropout_backward native_group_norm_backward normal.Tensor_float repeat roll rrelu_with_noise scatter.src
+linalg_matrix_exp linalg_pinv.atol_rtol_tensor linalg_qr linalg_vector_norm multinomial mvlgamma
+native_dropout_backward normal.Tensor_float repeat roll rrelu_with_noise scatter.src
 scatter_reduce.two soft_margin_loss soft_margin_loss_backward sort sort.stable upsample_bicubic2d upsample_bilinear2d
 upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_trilinear3d im2col _embedding_bag_backward
 """
 _COPYING = """
+_batch_norm_with_update _native_batch_norm_legit native_batch_norm native_group_norm_backward
 _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _log_softmax_backward_data
 _embedding_bag_per_sample_weights_backward _softmax_backward_data _upsample_bilinear2d_aa_backward
 _upsample_nearest_exact1d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool2d_backward

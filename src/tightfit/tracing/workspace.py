@@ -11,12 +11,15 @@ from tightfit.runtime.forked import threads_of_steps
 from tightfit.runtime.internals import processor_has_amx
 from tightfit.tracing import recurrent
 from tightfit.tracing.cpu_temporaries import (
+    BATCH_NORMS,
     BUFFERED_IN_16_BITS,
     COMPOSITES,
+    GROUP_NORM_BACKWARD,
     PROMOTING,
     REDUCED_LOSSES,
     SUMS,
     buffer_in_fp32,
+    channel_sums,
     composite_scratch,
     converted_operands,
     converted_sum,
@@ -258,6 +261,8 @@ def cpu_workspace(
         return converted_sum(name, inputs, outputs)
     if name in BUFFERED_IN_16_BITS:
         return buffer_in_fp32(name, inputs, outputs, arguments)
+    if name in BATCH_NORMS or name == GROUP_NORM_BACKWARD:
+        return channel_sums(name, inputs)
     if name in COMPOSITES:
         return sum(composite_scratch(name, inputs, outputs, arguments))
     if name in _OF_RANKS:  # gloo gathers into a copy of the result, and reduces in a copy of what is given
