@@ -133,10 +133,10 @@ class Compared(TorchDispatchMode):
         given = {each.untyped_storage().data_ptr() for each in inputs}
         made = [each for each in tree_leaves(results) if isinstance(each, torch.Tensor)]
         taken = rise - storage_bytes([each for each in made if each.untyped_storage().data_ptr() not in given])
-        if is_measured(traits.name, inputs):
+        constants = tuple(each for each in args if not isinstance(each, torch.Tensor))
+        if is_measured(traits.name, inputs, constants):
             predicted = measured_scratch(func, args, kwargs)
         else:
-            constants = tuple(each for each in args if not isinstance(each, torch.Tensor))
             predicted = int(cpu_workspace(traits.name, shapes, [TensorShape.of(each) for each in made], constants))
         if taken - predicted > UNSEEN:
             self.others.setdefault(traits.name, []).append((taken, predicted, [shape.shape for shape in shapes]))
@@ -148,17 +148,18 @@ BY_NUMBERS = {"masked_select", "masked_scatter", "_unique2", "_unique", "unique_
 BY_NUMBERS |= {"multinomial", "linalg_matrix_exp", "isin", "lu_unpack"}
 
 
-@pytest.mark.slow  # 90 s: 9,000 calls of 579 operators
-def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_prediction():
+@pytest.mark.slow  # 90 s each: 9,000 calls of 579 operators
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_prediction(dtype):
     from torch.testing._internal.common_methods_invocations import op_db  # needs expecttest
 
     left_out = ("sparse", "jiterator", "_refs", "nested", "masked.")
     mode = Compared()
     for info in op_db:
         name = f"{info.name}.{info.variant_test_name}"
-        if any(each in name for each in left_out) or torch.float32 not in info.dtypes:
+        if any(each in name for each in left_out) or dtype not in info.dtypes:
             continue
-        samples = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+        samples = info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)
         for sample in itertools.islice(samples, 6):
             try:
                 with mode:
@@ -168,6 +169,6 @@ def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_predictio
                         torch.autograd.backward([each.sum() for each in floating])
             except Exception:
                 continue
-    assert len(mode.seen) > 5000
+    assert len(mode.seen) > 4000
     others = {name: found for name, found in mode.others.items() if name.split(".")[1] not in BY_NUMBERS}
     assert not {name: (found[0], len(found)) for name, found in others.items()}

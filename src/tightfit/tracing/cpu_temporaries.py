@@ -67,7 +67,7 @@ def converted_sum(name: str, inputs: Sequence[TensorShape], outputs: Sequence[Te
 # ATen/native/cpu/ScatterGatherKernel.cpp, which `index_add_` calls as well. Rows scattered along the first dimension
 # use one row for each thread instead; these few KiB are left out.
 _SCATTERS = "scatter.src scatter_.src scatter.reduce scatter_.reduce scatter_add.default scatter_add_.default"
-_SCATTERS += " scatter_reduce.two scatter_reduce_.two index_add.default index_add_.default gather.default"
+_SCATTERS += " scatter.value scatter_.value index_add.default index_add_.default gather.default"
 BUFFERED_IN_16_BITS = frozenset(f"aten.{name}" for name in _SCATTERS.split())
 
 
@@ -102,11 +102,14 @@ def composite_scratch(
 REDUCED_LOSSES = frozenset({"aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default"})
 
 
-def unreduced_loss(inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> int:
+def unreduced_loss(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape]) -> int:
     """Bytes of a reduced loss before its reduction."""
     if outputs[0].shape:
         return 0
-    return torch.broadcast_shapes(inputs[0].shape, inputs[1].shape).numel() * outputs[0].dtype.itemsize
+    count, width = torch.broadcast_shapes(inputs[0].shape, inputs[1].shape).numel(), outputs[0].dtype.itemsize
+    # `apply_loss_reduction`, same file, takes a mean, whose sum is in fp32; the others sum into their result
+    in_fp32 = 4 * (count + 1) if name == "aten.huber_loss.default" and width == 2 else 0
+    return count * width + in_fp32
 
 
 # Sums of each channel of contiguous images: their mean and deviation (`batch_norm_cpu_update_stats_template` in
@@ -132,12 +135,13 @@ _MEASURED = """
 _fft_c2c _fft_c2r _fft_r2c _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _linalg_det
 _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _unsafe_masked_index
 _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d
-binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits clamp.Tensor dist exp2 gather histc
+binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits clamp.Tensor dist exp2 histc
 index_reduce isin.Tensor_Tensor isinf kthvalue ldexp.Tensor linalg_eig linalg_inv_ex linalg_lstsq linalg_lu
 linalg_matrix_exp linalg_pinv.atol_rtol_tensor linalg_qr linalg_vector_norm multinomial mvlgamma
-native_dropout_backward normal.Tensor_float repeat roll rrelu_with_noise scatter.src
-scatter_reduce.two soft_margin_loss soft_margin_loss_backward sort sort.stable upsample_bicubic2d upsample_bilinear2d
-upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_trilinear3d im2col _embedding_bag_backward
+native_dropout_backward renorm normal.Tensor_float repeat roll rrelu_with_noise
+soft_margin_loss soft_margin_loss_backward sort sort.stable upsample_bicubic2d upsample_bilinear2d
+upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_trilinear3d im2col _embedding_bag
+_embedding_bag_backward scatter_reduce.two scatter_reduce_.two
 """
 _COPYING = """
 _batch_norm_with_update _native_batch_norm_legit native_batch_norm native_group_norm_backward
@@ -163,9 +167,16 @@ LARGEST_RUN = 16 * 2**20  # bytes of operands; larger calls are extrapolated fro
 LARGEST_WHOLE_RUN = 256 * 2**20  # bytes of operands that cannot be made smaller
 
 
-def is_measured(name: str, inputs: Sequence[torch.Tensor]) -> bool:
+def is_measured(name: str, inputs: Sequence[torch.Tensor], constants: tuple) -> bool:
     """True if the temporaries of a call are known only once it ran."""
-    return name in MEASURED or (name in COPYING and not all(tensor.is_contiguous() for tensor in inputs))
+    if name in MEASURED:
+        return True
+    if name in BUFFERED_IN_16_BITS:
+        return inputs[1].dtype == torch.int32  # which is converted
+    if name in SUMS and inputs[0].dtype.itemsize == 2:  # over dimensions that are not one, they are made fp32
+        dimensions = next((each for each in constants if isinstance(each, list | tuple)), ())
+        return len(dimensions) > 1 or not inputs[0].is_contiguous()
+    return name in COPYING and not all(tensor.is_contiguous() for tensor in inputs)
 
 
 def measured_scratch(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int:

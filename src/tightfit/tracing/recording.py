@@ -227,7 +227,7 @@ class Recording(TorchDispatchMode):
         key: Any,
     ) -> int:
         """Bytes that a call allocates and frees before it returns."""
-        if self.workspace is not cpu_workspace or not is_measured(name, inputs):
+        if self.workspace is not cpu_workspace or not is_measured(name, inputs, call.constants):
             return self.workspace(name, shapes, outputs, call.constants)
         if key not in _measured:
             _measured[key] = measured_scratch(*call)

@@ -256,7 +256,7 @@ def cpu_workspace(
     if name in _RECURRENT:
         return _recurrent(name, inputs)
     if name in REDUCED_LOSSES:
-        return unreduced_loss(inputs, outputs)
+        return unreduced_loss(name, inputs, outputs)
     if name in SUMS:
         return converted_sum(name, inputs, outputs)
     if name in BUFFERED_IN_16_BITS:
