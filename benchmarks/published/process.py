@@ -80,7 +80,7 @@ def peak_of(script: Callable[[], Callable[[], Any]], card: Card, *, handles: int
         dry = _Process(role, handles)
         simulation.is_dry = True
         try:
-            with role.playing(), dry:
+            with role.simulated(), dry:
                 measured = script()
                 first = len(dry.operators)
                 for _ in range(REPEATS):

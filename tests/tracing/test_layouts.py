@@ -52,6 +52,13 @@ def batch_norm(x, training=True):
     return F.batch_norm(x, torch.zeros(width), torch.ones(width), weight, torch.zeros(width), training)
 
 
+def convolved(function, x, channels, width, memory_format=torch.contiguous_format):
+    if x.dim() == 3:  # an image of one sample
+        x = x[None]
+    weight = torch.ones(channels, x.shape[1], width, width, dtype=x.dtype).contiguous(memory_format=memory_format)
+    return function(x, weight.requires_grad_(), torch.zeros(channels, dtype=x.dtype))
+
+
 CALLS = {
     "batch norm": batch_norm,
     "batch norm at rest": lambda x: batch_norm(x, training=False),
@@ -99,6 +106,10 @@ CALLS = {
     "two probabilities": lambda x: F.binary_cross_entropy(x.sigmoid(), torch.zeros(x.shape, dtype=x.dtype)),
     "divergence": lambda x: F.kl_div(x, torch.ones(x.shape, dtype=x.dtype), reduction="none"),
     "soft margin": lambda x: F.soft_margin_loss(x, torch.ones(x.shape, dtype=x.dtype), reduction="none"),
+    "convolution": lambda x: convolved(F.conv2d, x, 6, 3),
+    "convolution of single places": lambda x: convolved(F.conv2d, x, 6, 1),
+    "transposed convolution": lambda x: convolved(F.conv_transpose2d, x, x.shape[-3], 2),
+    "convolution of channels-last weights": lambda x: convolved(F.conv2d, x, 6, 3, torch.channels_last),
     "pooled": lambda x: F.max_pool2d(x, 2),
     "averaged": lambda x: F.avg_pool2d(x, 2),
     "pooled to a size": lambda x: F.adaptive_avg_pool2d(x, 3),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_map_only
 
 from tightfit.ops import flex
@@ -371,6 +372,16 @@ def _mkldnn_rnn_layer_backward(*args: Any) -> Any:
     return *found[:4], torch.empty_like(found[4]), *found[5:]  # the two biases have gradients of their own
 
 
+def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    # `mkldnn_conv_use_channels_last`, `cudnn_conv_suggest_memory_format` in native/ConvUtils.h. The meta kernel, which
+    # knows no device, has a contiguous result.
+    found = aten.convolution.default(x, weight, *rest)
+    if simulation.of_cuda and torch.float64 in (x.dtype, weight.dtype):
+        return found
+    formats = {suggest_memory_format(x), suggest_memory_format(weight)} & {torch.channels_last, torch.channels_last_3d}
+    return found.contiguous(memory_format=formats.pop()) if formats else found
+
+
 def _as_input(grad: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
     return torch.empty_like(source)
 
@@ -380,6 +391,7 @@ def _fake_quantize(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
 
 
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    aten.convolution.default: _convolution,
     # Those without a meta kernel. Source: ATen/native/LossMultiMargin.cpp, LossMultiLabelMargin.cpp, quantized/
     aten.multi_margin_loss_backward.default: _as_input,
     aten.multilabel_margin_loss_backward.default: _as_input,
