@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
+DYNAMO = "torch._dynamo"  # keeps the functions that it finds when it is imported: a real step calls the originals
 Install = Callable[[ModuleType, "Replacements"], None]
 
 
@@ -42,7 +43,7 @@ class Replacements:
         self._installers[module.__name__](module, self)
 
     def waits_for(self, name: str) -> bool:
-        return name in self._installers
+        return name in self._installers or name == DYNAMO
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -52,6 +53,19 @@ class Replacements:
             yield
         finally:
             self._leave()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """A context in which the attributes have the values that they had before."""
+        with self._lock:
+            replaced = [(owner, name, vars(owner)[name], value) for owner, name, value in self._before]
+            for owner, name, _, value in reversed(replaced):
+                _put(owner, name, value)
+            try:
+                yield
+            finally:
+                for owner, name, value, _ in replaced:
+                    setattr(owner, name, value)
 
     def _enter(self) -> None:
         with self._lock:
@@ -70,11 +84,14 @@ class Replacements:
                 return
             sys.meta_path.remove(self._finder)
             while self._before:
-                owner, name, value = self._before.pop()
-                if value is _ABSENT:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, value)
+                _put(*self._before.pop())
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 class _Finder:
@@ -88,9 +105,9 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         if not self._replacements.waits_for(name):
             return None
-        for finder in sys.meta_path:
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # of several that wait, each wraps the next one's
             find = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find is not None and finder is not self else None
+            spec = find(name, path, target) if find is not None else None
             if spec is not None and spec.loader is not None:
                 spec.loader = _Loader(spec.loader, self._replacements)
                 return spec
@@ -110,5 +127,9 @@ class _Loader:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._replacements.imported(module)
+        if module.__name__ == DYNAMO:
+            with self._replacements.put_back():
+                self._loader.exec_module(module)
+        else:
+            self._loader.exec_module(module)
+            self._replacements.imported(module)
