@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tightfit.planner.api import estimate
+from round_device import round_device
+from tightfit.planner.api import estimate, plan
 from tiny import allocator_peak
 
 ROWS, WIDTH = 512, 64
@@ -84,3 +85,27 @@ class Wide(nn.Module):
 def test_a_bias_is_added_in_place_by_linear_and_not_by_what_is_written_like_it(product):
     model, batch = Wide(product), {"x": torch.randn(WIDTH, WIDTH, WIDTH)}
     assert estimate(model, batch).peak_bytes == allocator_peak(model, batch)
+
+
+class Mixing(nn.Module):
+    """A block whose wide layer reads rows in another order than they lie."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        wide = torch.relu(self.up(x.transpose(0, 1)))
+        return x + self.down(wide.view(*wide.shape[:2], 8, WIDTH).mean(2)).transpose(0, 1)
+
+
+def test_a_recomputed_block_adds_its_bias_as_its_plan_says():
+    model, batch = nn.Sequential(*(Mixing() for _ in range(3))), {"input": torch.randn(WIDTH, WIDTH, WIDTH)}
+
+    def loss(model, batch):
+        return model(**batch).square().mean()
+
+    made = plan(model, batch, "0.9x", loss=loss, optimizer="sgd", levers=["recompute"], device=round_device())
+    assert made.levers
+    with made.apply(model):
+        assert allocator_peak(model, batch, loss=loss, optimizer="sgd") == made.peak_bytes

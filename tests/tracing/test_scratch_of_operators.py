@@ -102,12 +102,28 @@ def test_pytorchs_own_chunked_loss_has_the_peak_of_the_allocator(reduction):
 def test_a_large_call_is_extrapolated_from_two_small_batches():
     operator = torch.ops.aten.kthvalue.default
     small, large = ((TensorShape((size, 64, 256), (64 * 256, 256, 1), torch.float32), 3) for size in (4, 512))
-    assert measured_scratch(operator, large, {}) == 128 * measured_scratch(operator, small, {}) > 0
+    of_small = measured_scratch(operator, small, {}, [])
+    assert of_small
+    assert measured_scratch(operator, large, {}, []) == 128 * of_small
+
+
+def test_a_call_with_vast_results_does_not_run():
+    one = TensorShape((1, 1, 8, 8), (64, 64, 8, 1), torch.float32)
+    vast = TensorShape((1, 1, 2**15, 2**15), (2**30, 2**30, 2**15, 1), torch.float32)
+    operator = torch.ops.aten.upsample_bilinear2d.default
+    assert measured_scratch(operator, (one, [2**15, 2**15], False), {}, [vast]) is None
+
+
+def test_scratch_memory_that_no_run_can_show_is_an_assumption():
+    embedding = nn.EmbeddingBag(50, 8, sparse=True)
+    model, batch = nn.Sequential(embedding), {"input": torch.arange(32).view(4, 8)}
+    found = estimate(model, batch, loss=square, optimizer="sgd", device=round_device())
+    assert any("scratch memory of aten._embedding_bag" in str(each) for each in found.assumptions)
 
 
 def test_a_measurement_draws_no_numbers():
     before = torch.get_rng_state()
-    measured_scratch(torch.ops.aten.multinomial.default, (torch.ones(8, 16), 4), {})
+    measured_scratch(torch.ops.aten.multinomial.default, (torch.ones(8, 16), 4), {}, [])
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -135,7 +151,7 @@ class Compared(TorchDispatchMode):
         taken = rise - storage_bytes([each for each in made if each.untyped_storage().data_ptr() not in given])
         constants = tuple(each for each in args if not isinstance(each, torch.Tensor))
         if is_measured(traits.name, inputs, constants):
-            predicted = measured_scratch(func, args, kwargs)
+            predicted = measured_scratch(func, args, kwargs, [TensorShape.of(each) for each in made]) or 0
         else:
             predicted = int(cpu_workspace(traits.name, shapes, [TensorShape.of(each) for each in made], constants))
         if taken - predicted > UNSEEN:

@@ -138,7 +138,7 @@ _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa _upsample_bicubic2d_
 binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits clamp.Tensor dist exp2 histc
 index_reduce isin.Tensor_Tensor isinf kthvalue ldexp.Tensor linalg_eig linalg_inv_ex linalg_lstsq linalg_lu
 linalg_matrix_exp linalg_pinv.atol_rtol_tensor linalg_qr linalg_vector_norm multinomial mvlgamma
-native_dropout_backward renorm normal.Tensor_float repeat roll rrelu_with_noise
+native_dropout_backward renorm normal.Tensor_float roll rrelu_with_noise
 soft_margin_loss soft_margin_loss_backward sort sort.stable upsample_bicubic2d upsample_bilinear2d
 upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_trilinear3d im2col _embedding_bag
 _embedding_bag_backward scatter_reduce.two scatter_reduce_.two
@@ -163,8 +163,8 @@ def _overloads(names: str) -> frozenset[str]:
 
 
 MEASURED, COPYING = _CONVOLUTIONS | _overloads(_MEASURED), _overloads(_COPYING)
-LARGEST_RUN = 16 * 2**20  # bytes of operands; larger calls are extrapolated from two small batches
-LARGEST_WHOLE_RUN = 256 * 2**20  # bytes of operands that cannot be made smaller
+LARGEST_RUN = 16 * 2**20  # bytes of operands and results; larger calls are extrapolated from two small batches
+LARGEST_WHOLE_RUN = 256 * 2**20  # the same of calls that cannot be made smaller
 
 
 def is_measured(name: str, inputs: Sequence[torch.Tensor], constants: tuple) -> bool:
@@ -179,11 +179,14 @@ def is_measured(name: str, inputs: Sequence[torch.Tensor], constants: tuple) -> 
     return name in COPYING and not all(tensor.is_contiguous() for tensor in inputs)
 
 
-def measured_scratch(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-    """Bytes of scratch memory of a call, which runs on zeros of the same shapes, or of two smaller batches."""
+def measured_scratch(operator: Any, args: tuple, kwargs: dict[str, Any], outputs: Sequence[TensorShape]) -> int | None:
+    """Bytes of scratch memory of a call, which runs on zeros of the same shapes, or of two smaller batches.
+
+    None if it cannot run on zeros, or is too large to run.
+    """
     args, kwargs = tree_map_only(torch.Tensor, TensorShape.of, (args, kwargs))
     shapes = [each for each in _leaves((args, kwargs)) if isinstance(each, TensorShape)]
-    taken = sum(shape.bytes for shape in shapes)
+    taken = sum(shape.bytes for shape in (*shapes, *outputs))
     batch = shapes[0].shape[0] if shapes and shapes[0].shape else 1
     if taken > LARGEST_RUN and batch > 2:
         # Memory for activations grows with the batch; memory for weights does not. Two batches tell them apart.
@@ -192,7 +195,7 @@ def measured_scratch(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int:
         one, two = (_run(operator, *call) for call in smaller)
         if one is not None and two is not None:
             return one + (batch - 1) * (two - one)
-    return (_run(operator, args, kwargs) or 0) if taken <= LARGEST_WHOLE_RUN else 0
+    return _run(operator, args, kwargs) if taken <= LARGEST_WHOLE_RUN else None
 
 
 def _is_leaf(each: Any) -> bool:

@@ -49,7 +49,7 @@ class Call(NamedTuple):
         return tuple(each for each in self.args if not isinstance(each, torch.Tensor))
 
 
-_measured: dict[Any, int] = {}  # scratch memory of calls that ran, by their key
+_measured: dict[Any, int | None] = {}  # scratch memory of calls that ran, by their key; None: it is not known
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,10 @@ class Recording(TorchDispatchMode):
         if self.workspace is not cpu_workspace or not is_measured(name, inputs, call.constants):
             return self.workspace(name, shapes, outputs, call.constants)
         if key not in _measured:
-            _measured[key] = measured_scratch(*call)
-        return _measured[key]
+            _measured[key] = measured_scratch(*call, outputs)
+        if (scratch := _measured[key]) is None:
+            self.questions.note(f"the scratch memory of {name}", "none")
+        return scratch or 0
 
     # PyTorch's own in-place operators: autograd's, the mask that plain attention adds to its scores, and the bias that
     # `linear` adds to a product. Autograd adds into a gradient that nothing else holds, and scatters into new zeros, in
