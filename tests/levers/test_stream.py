@@ -229,6 +229,8 @@ def test_what_else_is_refused_is_one_line(tmp_path):
     model, _ = built()
     with pytest.raises(LeverError, match="no module matches 'blocks"):
         tightfit.stream(model, "blocks.*")
+    with pytest.raises(LeverError, match="pinned memory is of CUDA devices"):
+        streamed(model, tier="pinned")
     with pytest.raises(LeverError, match="ahead=-1"):
         streamed(model, ahead=-1)
     with pytest.raises(OutputError, match=r"^stream: .*absent"):

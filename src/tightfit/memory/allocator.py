@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tightfit.memory.disk import let_go
 from tightfit.runtime.internals import recorded_allocations
 
 _ELSEWHERE = "_tightfit_elsewhere"  # of a storage that maps a file
@@ -49,6 +50,13 @@ def elsewhere(tensor: Tensor) -> Tensor:
     """Note that a tensor's storage is in no memory of the device, and return the tensor."""
     tensor.untyped_storage().__dict__[_ELSEWHERE] = True
     return tensor
+
+
+def rest(tensor: Tensor) -> None:
+    """Take a tensor that maps a file out of this process's memory until it is used again; others stay as they are."""
+    storage = tensor.untyped_storage()
+    if storage.__dict__.get(_ELSEWHERE):
+        let_go(storage.data_ptr(), storage.nbytes())
 
 
 def memory_of(tensor: Tensor) -> Iterator[Tensor]:

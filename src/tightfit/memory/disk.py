@@ -14,7 +14,9 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from tightfit.units import format_bytes
 
 SHARE_OF_FREE_SPACE = 0.5  # without a budget; the rest is left for checkpoints and for other programs
 PROBE_BYTES = 1 << 26  # many times the size of the processor's caches
+_DONTNEED = 4  # MADV_DONTNEED of Linux and of macOS
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -99,6 +102,7 @@ class DiskStore:
         self.budget_bytes = int(free_bytes * SHARE_OF_FREE_SPACE) if budget_bytes is None else budget_bytes
         self._end = 0
         self._holes: list[ByteRange] = []  # free extents, sorted by start; adjacent ones are merged
+        self._left: deque[ByteRange] = deque()  # of maps that are gone; the collector may add one at any moment
         self._fd = self._open()
 
     def _free_bytes(self) -> int:
@@ -123,6 +127,9 @@ class DiskStore:
 
     def allocate(self, nbytes: int) -> ByteRange | None:
         """A new extent with its space on disk claimed; None if the budget is used up or the disk is full."""
+        while self._left:
+            left = self._left.popleft()
+            self.free(left, left.nbytes)
         hole = next((hole for hole in self._holes if hole.nbytes >= nbytes), None)
         if hole is not None:
             place = self._holes.index(hole)
@@ -183,9 +190,42 @@ class DiskStore:
         if hasattr(os, "posix_fadvise"):  # Linux
             os.posix_fadvise(self._fd, extent.start, extent.nbytes, os.POSIX_FADV_WILLNEED)
 
-    def mapped(self, extent: ByteRange) -> mmap.mmap:
-        """The extent, which begins at a page, as memory that is the file's own. It outlives this store."""
-        return mmap.mmap(self._fd, extent.nbytes, offset=extent.start)
+    def mapped(self, extent: ByteRange) -> ctypes.Array:
+        """The extent, which begins at a page, as memory that is the file's own. It outlives this store, and the extent
+        is free when nothing holds it any more.
+        """
+        # Not `mmap.mmap`, which holds a file descriptor: a training has more tensors than a process may open files.
+        address = _libc().mmap(None, extent.nbytes, _READ_AND_WRITE, mmap.MAP_SHARED, self._fd, extent.start)
+        if address == _FAILED:
+            error = ctypes.get_errno()
+            raise OutputError(f"{self.user}: a file in {self.folder} cannot be mapped: {os.strerror(error)}")
+        pages = _bytes_at(address, extent.nbytes)
+        weakref.finalize(pages, _unmapped, address, extent, self._left).atexit = False
+        return pages
+
+
+_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+def _unmapped(address: int, extent: ByteRange, left: "deque[ByteRange]") -> None:
+    _libc().munmap(address, extent.nbytes)
+    left.append(extent)
+
+
+def let_go(address: int, nbytes: int) -> None:
+    """Take the pages of a map out of this process's memory. Their content is in the file, and is read again from it."""
+    _libc().madvise(address, nbytes, _DONTNEED)
 
 
 def _bytes_at(address: int, nbytes: int) -> ctypes.Array:

@@ -1,6 +1,7 @@
 """One step of AdamW on tensors of any device, by PyTorch's own arithmetic."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,16 @@ def settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: fl
     return {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
 
 
-def new_moments(weight: Tensor) -> dict[str, Tensor]:
-    """The states before the first step: the count of steps, and both moments, in the weight's dtype and device."""
-    moments = {key: torch.zeros_like(weight, memory_format=torch.preserve_format) for key in MOMENTS}
+def new_moments(weight: Tensor, empty: Callable[[], Tensor] | None = None) -> dict[str, Tensor]:
+    """The states before the first step: the count of steps, and both moments, in the weight's dtype and device.
+
+    `empty` makes the memory of a moment, if the weight's allocator does not.
+    """
+    zeros = partial(torch.zeros_like, weight, memory_format=torch.preserve_format)
+    moments = {key: zeros() if empty is None else empty() for key in MOMENTS}
+    if empty is not None:
+        for moment in moments.values():
+            moment.data.zero_()  # no write that is counted: new states have none
     return {"step": torch.tensor(0.0, dtype=torch.float32), **moments}
 
 

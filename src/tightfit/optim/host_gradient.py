@@ -10,26 +10,33 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tightfit.memory.allocator import rest
 from tightfit.optim.link import Link
 from tightfit.runtime.internals import no_torch_function, tensor_without_memory
 from tightfit.runtime.simulation import host_memory
 
 aten = torch.ops.aten
 _UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+# Of clipping. On the host PyTorch takes one gradient after another too.
+_EACH_BY_ITSELF = (aten._foreach_norm.Scalar, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar)
 
 
 class HostGradient(Tensor):
-    """A parameter's gradient in host memory. It reports the shape, dtype and device that PyTorch requires."""
+    """A parameter's gradient in host memory. It reports the shape, dtype and device that PyTorch requires.
+
+    `target` is memory for it in a file, on a CPU.
+    """
 
     __torch_function__: Any = no_torch_function
 
     @staticmethod
-    def __new__(cls, gradient: Tensor, link: Link) -> "HostGradient":
+    def __new__(cls, gradient: Tensor, link: Link, target: Tensor | None = None) -> "HostGradient":
         return tensor_without_memory(cls, gradient, gradient.stride())
 
-    def __init__(self, gradient: Tensor, link: Link):
+    def __init__(self, gradient: Tensor, link: Link, target: Tensor | None = None):
         self._link = link
-        self._host = link.to_host(gradient)
+        self._host = link.to_host(gradient) if target is None else target.copy_(gradient)
+        rest(self._host)
         self._arriving: Tensor | None = None  # another micro-batch's gradient, added when its copy is complete
 
     def add(self, gradient: Tensor) -> None:
@@ -40,6 +47,7 @@ class HostGradient(Tensor):
             self._arriving = self._link.to_host(gradient)
         else:
             host.add_(gradient)
+            rest(host)
 
     def host(self) -> Tensor:
         """The gradient in host memory, after all copies. Writing into it changes the gradient."""
@@ -66,6 +74,8 @@ class HostGradient(Tensor):
         if func is _UNSCALE:
             return _unscale(*args)
         with host_memory():
+            if func in _EACH_BY_ITSELF and not kwargs:
+                return _each(func, first, tree_map(_on_host, args[1:]))
             out = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
         return first if func._schema.is_mutable and isinstance(first, cls) else out
 
@@ -87,6 +97,16 @@ def _on_host(item: Any) -> Any:
     if isinstance(item, HostGradient):
         return item.host()
     return item.cpu() if isinstance(item, Tensor) else item
+
+
+def _each(func: Any, gradients: Any, arguments: Any) -> list[Tensor] | None:
+    """Run an operator on one gradient after another: of those in a file one is in memory at a time."""
+    found = []
+    for gradient in gradients:
+        host = _on_host(gradient)
+        found += func([host], *arguments) or ()
+        rest(host)
+    return found or None
 
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

@@ -1,28 +1,56 @@
-"""Copies between a device and the host: pinned memory and a copy stream on CUDA, plain copies on a CPU."""
+"""Copies between a device and the host: pinned memory and a copy stream on CUDA, plain copies on a CPU.
 
-from typing import Any
+Gradients and states of weights that are streamed on a CPU are in the file of those weights.
+"""
+
+import weakref
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.runtime.streams import CudaStreams
 
 HOST = torch.device("cpu")
-_STREAMED = "_tightfit_streamed"  # of a trained weight that is on the device only while its block runs
+# Trained weights that are on the device only while their block runs, and what makes memory beside each: not as an
+# attribute, which would be pickled with a weight.
+_streamed = WeakIdKeyDictionary()
 
 
-def note_streamed(weight: Tensor, streamed: bool) -> None:
-    """Note that a trained weight's memory is on the host, and on the device while its block runs; or no longer."""
-    if streamed:
-        setattr(weight, _STREAMED, True)
-    elif is_streamed(weight):
-        delattr(weight, _STREAMED)
+class Place(Protocol):
+    """Where streamed weights are while their blocks do not run."""
+
+    @property
+    def is_file(self) -> bool:
+        """True if that is a file, and not host memory of a card."""
+        ...
+
+    def empty(self, like: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+        """Memory in that file, of a tensor's shape. Raises `LeverError`, which says `what` has no room."""
+        ...
+
+
+def note_streamed(weight: Tensor, place: Place) -> None:
+    """Note that a trained weight's memory is at a place of the host, and on the device while its block runs."""
+    _streamed[weight] = weakref.ref(place)  # the place has the weight
+
+
+def forget_streamed(weight: Tensor) -> None:
+    """Note that a weight is on its device for good."""
+    _streamed.pop(weight, None)
 
 
 def is_streamed(weight: Tensor) -> bool:
     """True if a trained weight's memory changes between host and device (`levers/stream`)."""
-    return hasattr(weight, _STREAMED)
+    return weight in _streamed
+
+
+def file_of(weight: Tensor) -> Place | None:
+    """The place of a trained weight that is streamed from a file; None for other weights."""
+    place = _streamed[weight]() if weight in _streamed else None
+    return place if place is not None and place.is_file else None
 
 
 class Link:

@@ -3,7 +3,7 @@
 The gradient of an offloaded parameter moves to the host when backward has made it (`HostGradient`), in parallel with
 the rest of backward. The step runs on the host, parameter by parameter. Each weight is copied back to the device while
 the next one is computed. On a CPU the same happens without streams. There it costs a copy of the weights and saves
-nothing.
+nothing, except for weights that are streamed from a file: their gradients and states are in that file too.
 """
 
 import weakref
@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import InputError
+from tightfit.memory.allocator import rest
 from tightfit.optim.adamw_step import adamw_step, new_moments
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.host_gradient import HostGradient
-from tightfit.optim.link import HOST, Link, is_streamed
+from tightfit.optim.link import HOST, Link, file_of, is_streamed
 from tightfit.runtime.simulation import host_memory, simulation
 
 MASTER = "master"
+_STATES = "optimizer states"
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -117,12 +119,15 @@ class OffloadedAdamW(FrugalOptimizer):
     @property
     def host_weights_bytes(self) -> int:
         """Bytes that `host_weights` take once all parameters have been updated."""
-        return sum(p.nbytes for p in self._offloaded if p.dtype not in _LOW)
+        return sum(p.nbytes for p in self._offloaded if p.dtype not in _LOW and file_of(p) is None)
 
     def state_device(self, parameter: Tensor, key: str) -> torch.device:
         return HOST if parameter in self._offloaded else parameter.device
 
     def empty_state(self, parameter: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        in_file = self._in_file(parameter, dtype)
+        if in_file is not None and tuple(shape) == tuple(parameter.shape):
+            return in_file()
         if key == MASTER and parameter in self._offloaded:
             return self._empty_on_host(parameter, dtype)
         return super().empty_state(parameter, key, shape, dtype)
@@ -133,6 +138,17 @@ class OffloadedAdamW(FrugalOptimizer):
             if MASTER in state:
                 self._written[parameter] = _Version.of(parameter)
 
+    def _taken(self, parameter: Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.dim():
+            return super()._taken(parameter, key, value)
+        in_file = self._in_file(parameter, value.dtype)
+        if in_file is None:
+            return super()._taken(parameter, key, value)
+        taken = in_file()
+        taken.data.copy_(value)
+        rest(taken)
+        return taken
+
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
         self._copies.clear()
@@ -141,6 +157,9 @@ class OffloadedAdamW(FrugalOptimizer):
     def update(self) -> None:
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
+            for parameter in with_gradient:  # where the file has no room for a state, no weight is updated
+                if parameter in self._offloaded and file_of(parameter) is not None and not self.state[parameter]:
+                    self._weight(parameter)
             self._step_on_device([p for p in with_gradient if p not in self._offloaded], group)
             for parameter in with_gradient:
                 if parameter in self._offloaded:
@@ -155,7 +174,9 @@ class OffloadedAdamW(FrugalOptimizer):
         """Move a gradient that backward has just computed to the host."""
         gradient = parameter.grad
         if simulation.is_dry == self._is_dry and gradient is not None and not isinstance(gradient, HostGradient):
-            parameter.grad = HostGradient(gradient, self._link(parameter))
+            place = file_of(parameter)
+            target = None if place is None else place.empty(gradient, gradient.dtype, "gradients")
+            parameter.grad = HostGradient(gradient, self._link(parameter), target)
 
     def _link(self, parameter: Tensor) -> Link:
         return self._links.setdefault(parameter.device, Link(parameter.device))
@@ -181,8 +202,11 @@ class OffloadedAdamW(FrugalOptimizer):
         gradient = self._gradient(parameter, link).to(weight.dtype)
         adamw_step([weight], [gradient], [self.state[parameter]], group, foreach=False, fused=self.fused)
         if is_streamed(parameter):
-            parameter.copy_(weight)  # most of them are on the host now
+            if weight is not parameter:
+                parameter.copy_(weight)  # most of them are on the host now
             self._written[parameter] = _Version.of(parameter)
+            for tensor in (parameter, weight, *self.state[parameter].values()):
+                rest(tensor)
             return
         outgoing = weight if weight.dtype == parameter.dtype else link.empty_on_host(parameter).copy_(weight)
         self._sent[parameter] = link.to_device(parameter, outgoing)
@@ -202,7 +226,7 @@ class OffloadedAdamW(FrugalOptimizer):
         on_host, is_low = parameter in self._offloaded, parameter.dtype in _LOW
         state = self.state[parameter]
         weight = parameter
-        if on_host or is_low:
+        if is_low or (on_host and file_of(parameter) is None):
             kept: dict[Any, Tensor] = state if is_low else self._copies
             key = MASTER if is_low else parameter
             if key not in kept:
@@ -211,8 +235,15 @@ class OffloadedAdamW(FrugalOptimizer):
                 _follow(kept[key], parameter)
             weight = kept[key]
         if "exp_avg" not in state:
-            state.update(new_moments(weight))
+            state.update(new_moments(weight, self._in_file(parameter, weight.dtype)))
+            for tensor in state.values():
+                rest(tensor)
         return weight
+
+    def _in_file(self, parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor] | None:
+        """Makes memory for a state in the parameter's file; None if that is in memory."""
+        place = file_of(parameter) if parameter in self._offloaded else None
+        return None if place is None else partial(place.empty, parameter, dtype, _STATES)
 
     def _master_of(self, parameter: Tensor, on_host: bool) -> Tensor:
         if not on_host:
@@ -222,6 +253,9 @@ class OffloadedAdamW(FrugalOptimizer):
 
     def _empty_on_host(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Host memory of a parameter's shape. It is pinned where a card's copies read it: not for streamed weights."""
+        in_file = self._in_file(parameter, dtype)
+        if in_file is not None:
+            return in_file()
         return self._link(parameter).empty_on_host(parameter, dtype, pinned=not is_streamed(parameter))
 
 

@@ -16,6 +16,7 @@ class Simulation(threading.local):
     is_dry: bool = False  # a step runs dry: hooks on the real model's gradients must do nothing
     card: Any = None  # the CUDA device that CPU tensors simulate (`tracing/cuda/role.py`)
     host: int = 0  # depth of code that works in host memory, whatever the device
+    in_file: bool = False  # whether new tensors are in a file, which is no memory
     pinned: bool = False  # whether memory that is made there now is pinned
     repeats: int = 1  # how often the operators that run now run in the real step, one after the other
     link: Any = None  # copies weights and gradients in the place of `optim.link.Link` (`tracing/copies.py`)
@@ -37,6 +38,16 @@ def repeated(times: int) -> Iterator[None]:
         yield
     finally:
         simulation.repeats = outside
+
+
+@contextmanager
+def file_memory() -> Iterator[None]:
+    """A context whose new tensors are in a file, in a dry run."""
+    outside, simulation.in_file = simulation.in_file, True
+    try:
+        yield
+    finally:
+        simulation.in_file = outside
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Ledger:
         if cell is None:
             on_host = _on_host()
             nbytes = 0 if tensor._is_zerotensor() else storage.nbytes()  # zeros of forward-mode differentiation
-            size = 0 if on_host else -(-nbytes // self.rounding) * self.rounding
+            size = 0 if on_host or simulation.in_file else -(-nbytes // self.rounding) * self.rounding
             cell = storage.__dict__[self.key] = Cell(self, len(self.entries), known)
             entry = Entry(size, operator, self.now, forward, tensor.shape, tensor.dtype, stream=self._stream())
             if on_host:

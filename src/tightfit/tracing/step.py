@@ -12,6 +12,7 @@ from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim import OffloadedAdamW
 from tightfit.optim.by_name import OptimizerFactory, build_optimizer, moves_gradients, named_states
 from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
+from tightfit.optim.link import file_of
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.outside import outside_training
@@ -202,7 +203,8 @@ def trace_part(
         stepping = None  # held until the end: it holds its states, and without it no gradient is used up
         # Of several micro-batches only the last one steps. The others have the higher levels: they free no gradient.
         in_parts = len(parts) > 1
-        moves = role is not None and moves_gradients(optimizer)
+        is_moving = role is not None or any(file_of(parameter) is not None for parameter in model.parameters())
+        moves = is_moving and moves_gradients(optimizer)
         if optimizer is not None and (moves or (settings.step_in_backward and not in_parts)):
             stepping = _built(optimizer, model, settings)
             _give_states(dry, model, stepping, with_gradient, settings)

@@ -88,6 +88,9 @@ class SimulatedMoves:
             self._dry.begin([])
             self._dry.note(WAIT, Seconds.of(host=0.0, device=late))
 
+    def save(self, number: int) -> None:
+        """Does nothing: the record has no content."""
+
     def drop(self, number: int) -> None:
         self._ends.pop(number, None)
         self._resize(number, there=False)

@@ -256,5 +256,5 @@ def resident_tensors(
     """
     for ring in rings_on(model):
         if ring.device.type == "cpu":
-            ring.empty()
+            ring.leave()
     return [*held_by([model, *modules_beside(loss)]), *state_tensors(optimizer), *tensors_in(batch)]

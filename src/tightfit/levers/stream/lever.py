@@ -23,6 +23,7 @@ from tightfit.runtime.internals import backward_is_running, innermost_saved_tens
 from tightfit.runtime.module_paths import module_at, named_modules, tensors_of
 from tightfit.runtime.nested import tensors_in
 
+PINNED = "pinned"  # as a tier
 SMALLEST_BYTES = 512  # CUDA's allocator gives no less memory than this to a tensor
 _MOST_NAMED = 3
 
@@ -45,15 +46,18 @@ def stream(
     memory: `state_dict`, copies and writes see its true numbers.
 
     With `trained`, trained weights of the blocks go too. Their optimizer must update weights on the host: on CUDA
-    `OffloadedAdamW`, which also moves each gradient there as soon as it is made; on a CPU any.
+    `OffloadedAdamW`, which also moves each gradient there as soon as it is made; on a CPU any. On a CPU too
+    `OffloadedAdamW` has the gradients and states of streamed weights in their file: training then takes less memory
+    than the weights.
 
     Args:
         model: The module whose blocks are streamed.
         pattern: A glob over module paths, such as `"layers.*"`.
         ahead: How many blocks are on their way to the device while one runs. On a CPU the system reads them ahead into
             its file cache.
-        tier: On a CPU the folder of the file; None: the system's folder for temporary files. The file has no name, and
-            the system frees it when the process ends. On CUDA None: pinned host memory.
+        tier: On a CPU the folder of the file; None: the system's folder for temporary files. The file has no name, so
+            nobody can remove it, and the system frees it when the process ends. On CUDA None or `"pinned"`: pinned host
+            memory.
         device: The device on which the blocks run, if they are not there yet; the rest of the model is moved there.
             None: the device of the blocks.
         trained: Whether trained weights are streamed too.
@@ -84,9 +88,12 @@ def stream(
     where = torch.device(device) if device is not None else device_of(model, paths)
     if where.type not in ("cpu", "cuda"):
         raise LeverError(f"stream: the blocks are on {where}: stream works on cpu and cuda, so move the model there")
-    if where.type == "cuda" and tier is not None:
-        raise LeverError("stream: weights of a CUDA device live in host memory: leave tier out")
-    applied = install_streams(model, paths, ahead=ahead, tier=tier, device=where, trained=trained)
+    if where.type == "cuda" and tier not in (None, PINNED):
+        raise LeverError(f"stream: weights of a CUDA device live in pinned host memory: leave tier={str(tier)!r} out")
+    if where.type == "cpu" and tier == PINNED:
+        raise LeverError("stream: pinned memory is of CUDA devices: leave tier out, or give the folder of a file")
+    folder = None if tier == PINNED else tier
+    applied = install_streams(model, paths, ahead=ahead, tier=folder, device=where, trained=trained)
     try:
         settle(model, None if device is None else where)
     except BaseException:  # a full disk, Ctrl-C: the weights come back

@@ -21,9 +21,11 @@ from tightfit.levers.activity import offload, simulators
 from tightfit.levers.recompute.values import Geometry, fetch_by
 from tightfit.levers.stream.tiers import FileTier, PinnedTier, Tier
 from tightfit.levers.stream.window import Window
+from tightfit.memory.allocator import rest
 from tightfit.optim.host_gradient import HostGradient
-from tightfit.optim.link import is_streamed, note_streamed
+from tightfit.optim.link import forget_streamed, is_streamed, note_streamed
 from tightfit.runtime.internals import counting_alias
+from tightfit.runtime.simulation import file_memory, simulation
 
 
 class StreamedTensor(NamedTuple):
@@ -97,6 +99,8 @@ class Weight:
         if self.version != self.read_at:
             with torch.no_grad(), offload():
                 self.kept.bytes.copy_(self._flat())
+            self.read_at = self.version
+            rest(self.kept.bytes)
 
     def _flat(self) -> torch.Tensor:
         flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
@@ -159,7 +163,7 @@ class Ring:
         block = self.blocks[number] = StreamedBlock(self, number, tensors)
         if self.trained:
             for tensor in block.tensors:
-                note_streamed(tensor, True)
+                note_streamed(tensor, self)
 
     def room(self, *, on_cuda: bool) -> int:
         return self.ahead + 1 if on_cuda else 1
@@ -212,6 +216,21 @@ class Ring:
             self._tier = PinnedTier(self.device) if self.device.type == "cuda" else FileTier(self.folder)
         return self._tier
 
+    @property
+    def is_file(self) -> bool:
+        """True on a CPU; a card's weights are in host memory."""
+        return self.device.type == "cpu" and not simulation.of_cuda
+
+    def empty(self, like: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Memory in the weights' file, of a tensor's shape."""
+        if simulation.is_dry:
+            with file_memory():
+                return torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
+        with self.lock:
+            shape = torch.empty_like(like, dtype=dtype, device="meta", memory_format=torch.preserve_format)
+            assert isinstance(self.tier, FileTier), "on a CPU weights are in a file"
+            return self.tier.empty(shape, what)
+
     def _settle(self, block: StreamedBlock, known: Sequence[Weight] = ()) -> None:
         weights = list(known)
         of_known = {id(place.tensor) for weight in known for place in weight.places}
@@ -253,17 +272,22 @@ class Ring:
         self._wait(block)
         for weight in block.weights or ():
             weight.put(there=True)
+        block.arrival = None
 
     def _wait(self, block: StreamedBlock) -> None:
         if block.arrival:
             self.tier.arrived(block.arrival)
-        block.arrival = None
+
+    def save(self, number: int) -> None:
+        block = self.blocks[number]
+        if block.arrival is None:
+            for weight in block.weights or ():
+                weight.write_back()
 
     def drop(self, number: int) -> None:
+        self.save(number)
         block = self.blocks[number]
         for weight in block.weights or ():
-            if block.arrival is None:
-                weight.write_back()
             weight.put(there=False)
         if block.brought:
             self.tier.leaving(block.brought)
@@ -275,7 +299,7 @@ class Ring:
     def announce(self, number: int) -> None:
         self.tier.soon([weight.kept for weight in self.blocks[number].weights or ()])
 
-    def empty(self) -> None:
+    def leave(self) -> None:
         """Have all blocks leave the device until they are used."""
         with self.lock:
             for number in sorted(self.settled().here):
@@ -288,7 +312,7 @@ class Ring:
         with self.lock:
             block = self.blocks.get(number)
             for tensor in block.tensors if block is not None else ():
-                note_streamed(tensor, False)
+                forget_streamed(tensor)
             if block is None or self.window is None:
                 self.blocks.pop(number, None)
                 return

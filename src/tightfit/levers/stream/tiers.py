@@ -11,6 +11,7 @@ import torch
 from tightfit.errors import LeverError
 from tightfit.levers.activity import offload
 from tightfit.levers.offload.transfers import IN
+from tightfit.levers.recompute.values import Geometry
 from tightfit.memory.allocator import elsewhere
 from tightfit.memory.disk import ByteRange, DiskStore
 from tightfit.memory.pinned import PinnedStore
@@ -62,15 +63,23 @@ class FileTier:
 
     def keep(self, content: torch.UntypedStorage) -> InFile:
         count = content.nbytes()
+        extent, bytes_ = self._new(count, "weights")
+        self._store.write(extent, content.data_ptr())
+        return InFile(extent, bytes_)
+
+    def empty(self, shape: torch.Tensor, what: str) -> torch.Tensor:
+        """A tensor like one on the meta device, without content, beside the weights."""
+        return Geometry.of(shape).over(self._new(shape.untyped_storage().nbytes(), what)[1])
+
+    def _new(self, count: int, what: str) -> tuple[ByteRange, torch.Tensor]:
         extent = self._store.allocate(in_pages(count))
         if extent is None:
             raise LeverError(
-                f"stream: {format_bytes(count)} of weights have no room in {self._store.folder}: free space there, or "
+                f"stream: {format_bytes(count)} of {what} have no room in {self._store.folder}: free space there, or "
                 "name another folder as tier"
             )
-        kept = ByteRange(extent.start, count)
-        self._store.write(kept, content.data_ptr())
-        return InFile(kept, elsewhere(torch.frombuffer(self._store.mapped(extent), dtype=torch.uint8))[:count])
+        bytes_ = elsewhere(torch.frombuffer(self._store.mapped(extent), dtype=torch.uint8))[:count]
+        return ByteRange(extent.start, count), bytes_
 
     def bring(self, targets: Sequence[tuple[torch.UntypedStorage, Any]]) -> None:
         for storage, kept in targets:

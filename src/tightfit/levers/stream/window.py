@@ -21,6 +21,10 @@ class Mover(Protocol):
         """Make everything computed from here on wait for the copy."""
         ...
 
+    def save(self, number: int) -> None:
+        """Have the host's bytes of a block be those of the device."""
+        ...
+
     def drop(self, number: int) -> None:
         """Free a block's memory on the device."""
         ...
@@ -74,6 +78,8 @@ class Window:
             if not free:
                 return False
             last = max(free, key=lambda each: abs(each - number))
+            # In this order, Ctrl-C between any two lines loses no update: a block that is not here is copied again.
+            self.mover.save(last)
             self.here.discard(last)
             self.mover.drop(last)
         return True
