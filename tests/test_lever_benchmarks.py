@@ -183,3 +183,24 @@ def check_captured(found, cases):
         assert all(way["bit_equal"] for name, way in case.items() if "compiled" not in name)  # which rounds otherwise
         assert case["captured, keep all"]["peak_bytes"] <= case["plain"]["peak_bytes"]
         assert case["captured, recompute all"]["peak_bytes"] <= case["torch checkpoint"]["peak_bytes"]
+
+
+@pytest.mark.slow  # three trainings, each in a process of its own
+@pytest.mark.parametrize("work", ["adapters", "all"])
+def test_streamed_training_is_resident_training_in_less_memory_than_the_weights(work, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    path = tmp_path / "streamed.json"
+    asked = ["--small", "--work", work, "--steps", "3", "--folder", str(tmp_path), "--output", str(path)]
+    importlib.import_module("streamed").main(asked)
+    check_streamed(json.loads(path.read_text())["results"], [work])
+    assert [each.name for each in tmp_path.iterdir()] == ["streamed.json"]
+
+
+def check_streamed(found, works):
+    for work in works:
+        rows = found[work]["rows"]
+        assert all(row["losses_equal"] and row["weights_equal"] for row in rows.values())
+        for row in rows.values():
+            if row["predicted_peak_bytes"] is not None:
+                assert abs(row["predicted_peak_bytes"] - row["measured_peak_bytes"]) <= 2048, "numbers Python wraps"
+        assert any(row["limit_bytes"] for row in rows.values())

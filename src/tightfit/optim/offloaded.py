@@ -199,13 +199,14 @@ class OffloadedAdamW(FrugalOptimizer):
         if sent is not None:
             sent.synchronize()  # the last step's copy may still read the memory that this step writes
         weight = self._weight(parameter)
-        gradient = self._gradient(parameter, link).to(weight.dtype)
+        arrived = self._gradient(parameter, link)
+        gradient = arrived.to(weight.dtype)
         adamw_step([weight], [gradient], [self.state[parameter]], group, foreach=False, fused=self.fused)
         if is_streamed(parameter):
             if weight is not parameter:
                 parameter.copy_(weight)  # most of them are on the host now
             self._written[parameter] = _Version.of(parameter)
-            for tensor in (parameter, weight, *self.state[parameter].values()):
+            for tensor in (parameter, weight, arrived, *self.state[parameter].values()):
                 rest(tensor)
             return
         outgoing = weight if weight.dtype == parameter.dtype else link.empty_on_host(parameter).copy_(weight)
