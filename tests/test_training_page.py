@@ -22,14 +22,13 @@ def commands():
     return [shlex.split(line)[1:] for block in blocks("sh") for line in block.splitlines()]
 
 
-@pytest.mark.slow  # three trainings, one of them planned, and what is done with them: half a minute
+@pytest.mark.slow  # five trainings, two of them planned, and what is done with them: half a minute
 def test_the_page_runs_as_it_stands(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     for block in blocks("yaml"):
-        name = re.match(r"# (\S+\.yaml)\n", block)
-        assert name is not None, block
-        Path(name[1]).write_text(block)
+        if name := re.match(r"# (\S+\.yaml)\n", block):  # others are parts of a configuration
+            Path(name[1]).write_text(block)
     for command in commands():
         fewer = [STEPS] if command[0] == "train" else []
         done = tightfit(*command, *fewer)
@@ -39,6 +38,6 @@ def test_the_page_runs_as_it_stands(tmp_path, monkeypatch):
 
 
 def test_it_has_a_training_for_each_objective():
-    objectives = {"objective: causal", "examples/chats.jsonl", "examples/preferences.jsonl"}
+    objectives = {"objective: causal", "examples/chats.jsonl", "examples/preferences.jsonl", "objective: grpo"}
     assert all(each in TEXT for each in objectives)
-    assert sum(command[0] == "train" for command in commands()) == 4
+    assert sum(command[0] == "train" for command in commands()) == 5

@@ -9,6 +9,7 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 │   ├── QualityError             a compression that loses more quality than it may; nothing was written
 │   ├── DeviceError              an unknown or absent device
 │   ├── BudgetError              a budget that cannot be read
+│   ├── RewardError              a reward function that raises, or returns something else than it has to
 │   ├── CheckpointError          a checkpoint that is damaged, or of something else than what it is read into
 │   └── OutputError              a folder that cannot be written
 ├── LeverError                   a lever that cannot be applied here
@@ -75,6 +76,10 @@ class ModelError(InputError):
 
 class SourceError(InputError):
     """A folder holds no model to compress, or one that cannot be compressed."""
+
+
+class RewardError(InputError):
+    """A reward function raises, or returns something else than one finite number for each completion."""
 
 
 class QualityError(InputError):

@@ -24,7 +24,7 @@ import psutil
 from forked_ranks import RanksEnded, command, run_ranks
 
 TIMES = ("tokens_per_second", "seconds", "memory_bytes", "measured_step_seconds", "measured_peak_bytes",
-         "host_peak_bytes", "host_by_category", "measured_host_peak_bytes")  # fmt: skip
+         "host_peak_bytes", "host_by_category", "measured_host_peak_bytes", "measured_phase_bytes")  # fmt: skip
 _SYSTEM_CALLS = (
     "create", "append", "write", "truncate", "sync", "close", "rename", "unlink", "mkdir", "rmdir", "sync_folder",
 )  # fmt: skip

@@ -86,6 +86,8 @@ class ProgressReporter:
         assert self._start is not None, "a training starts before its first step"
         peak, now = self.memory(metrics)
         shown = [f"loss {metrics.loss:.3f}", peak, f"{metrics.tokens_per_second:,.0f} tok/s", now]
+        if metrics.reward is not None:
+            shown[0] += f"  reward {metrics.reward:.3f}"
         if metrics.validation_loss is not None:
             shown[0] += f"  held out {metrics.validation_loss:.3f}"
         if not self._bar.disable:

@@ -31,14 +31,14 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.request import Request
 from tightfit.step import Batch, Precision
 from tightfit.tracing.build import build_dry
+from tightfit.training.api import purpose_of
 from tightfit.training.config import Config, PretrainedModel, RecomputeConfig, load_config
-from tightfit.training.data.prepare import prepare_data
+from tightfit.training.data.prompts import completed
 from tightfit.training.data.samples import two_documents
 from tightfit.training.fitting import recompute_by_hand
-from tightfit.training.objective import counted
+from tightfit.training.objective import REFERENCE, counted
 from tightfit.training.optimizer import OptimizerRecipe
-from tightfit.training.preferences import REFERENCE
-from tightfit.training.purpose import ObjectiveName, objective_of, plannable, refuse_teacher
+from tightfit.training.purpose import ObjectiveName, objective_of, refuse_teacher
 from tightfit.verification import Verification, verify
 
 PACKAGE = Path(tightfit.__file__).parent
@@ -202,12 +202,16 @@ def _ids(model: nn.Module, config: Config) -> tuple[dict[str, Tensor], Objective
         batch["position_ids"] = two_documents(size, length)
     if config.training.objective == "dpo":
         batch[REFERENCE] = torch.zeros(size)
+    if config.training.objective == "grpo":
+        settings = config.training.groups
+        most = settings.max_completion_tokens
+        batch = completed([([0] * (length - most), [0] * most)] * size, settings, pad_id=0)
     return batch, config.training.objective
 
 
 def _first_batch(config: Config) -> tuple[dict[str, Tensor], ObjectiveName]:
     """The batch that the training is planned for, and its objective."""
-    data = plannable(prepare_data(config.data, config.model, objective=config.training.objective))
+    data = purpose_of(config).data(config, say)
     return data.for_dry_runs(config.training.batch_size)[0], data.objective
 
 

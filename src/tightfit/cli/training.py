@@ -120,6 +120,10 @@ def figures(result: "TrainResult", plan: "Plan | None") -> "Table":
         if result.budget_bytes is not None and result.budget_bytes <= result.plain_peak_bytes
         else "",
     )
+    for name, predicted in (result.predicted_phase_bytes or {}).items():
+        seen = (result.measured_phase_bytes or {}).get(name)
+        shown = "" if seen is None else format_bytes(seen)
+        table.add_row(name.replace("_", " "), "", format_bytes(predicted), shown)
     plain_step = "" if plan is None else format_seconds(plan.plain.step_seconds)
     table.add_row(
         "step",

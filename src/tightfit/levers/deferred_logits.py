@@ -179,6 +179,20 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
 
+def divided(logits: Tensor, divisor: float) -> Tensor:
+    """`logits / divisor`, equal to rounding; deferred logits stay deferred: their hidden states are divided instead."""
+    if divisor == 1.0:
+        return logits
+    if not isinstance(logits, DeferredLogits) or logits.content is not None:
+        return logits / divisor
+    head = logits.head
+    head.check_unchanged()
+    hidden, bias = logits.hidden / divisor, None if head.bias is None else head.bias / divisor
+    made = DeferredHead(hidden, head.weight, bias, head.chunk_size)
+    made.autocast, made.dtype = head.autocast, head.dtype
+    return DeferredLogits.of(made, hidden, logits.dtype)
+
+
 def is_of_fsdp2(hook: Any) -> bool:
     """True if a hook is one that FSDP2 puts on the results of a module."""
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")

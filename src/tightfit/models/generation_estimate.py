@@ -53,8 +53,9 @@ def estimate_generation(
     precision: Precision = "fp32",
     device: Any = None,
     chunk_size: int = CHUNK_SIZE,
+    temperature: float = 0.0,
 ) -> GenerationRecord:
-    """Predict the peak memory and the time of `generate(model, input_ids, max_new_tokens=new_tokens, temperature=0)`.
+    """Predict the peak memory and the time of `generate(model, input_ids, max_new_tokens=new_tokens, temperature=...)`.
 
     Changes nothing of the model. Raises `InputError` for more tokens than the model has positions, `ModelError` for a
     model that generates no text this way, and `TraceError` for an operator that cannot run dry.
@@ -68,7 +69,14 @@ def estimate_generation(
             for tensor in cached:
                 dry.ledger.label(tensor, Category.ACTIVATION, CACHE)
 
-        running = Generation(model, input_ids, max_new_tokens=new_tokens, chunk_size=chunk_size, on_read=label)
+        running = Generation(
+            model,
+            input_ids,
+            max_new_tokens=new_tokens,
+            chunk_size=chunk_size,
+            temperature=temperature,
+            on_read=label,
+        )
         ids, ends, left_out = input_ids, [0], (0, 0)
         skipped = max(new_tokens - 1 - 2 * AT_EACH_END - SETTLING, 0)
         with torch.no_grad(), evaluating(model), autocast(precision, "cpu"):

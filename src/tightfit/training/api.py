@@ -10,6 +10,7 @@ import torch
 from tightfit.errors import CannotFit, ConfigError
 from tightfit.training.config import Config, load_config, parse_config
 from tightfit.training.config.schema import PretrainedModel
+from tightfit.training.grpo import GroupPolicy
 from tightfit.training.interrupt import Interrupt
 from tightfit.training.purpose import Purpose, refuse_teacher
 from tightfit.training.reporter import Reporter, SilentReporter
@@ -72,7 +73,12 @@ def train(
     """
     settings = resolved(config, overrides)
     refuse_teacher(settings, "train")
-    return run_training(settings, Purpose(), reporter=reporter, resume=resume)
+    return run_training(settings, purpose_of(settings), reporter=reporter, resume=resume)
+
+
+def purpose_of(settings: Config) -> Purpose:
+    """The purpose of a training by its configuration alone."""
+    return GroupPolicy() if settings.training.objective == "grpo" else Purpose()
 
 
 def run_training(
@@ -82,7 +88,7 @@ def run_training(
     interrupt = Interrupt()
     with ranks_of(settings) as ranks:
         if ranks.is_several and type(purpose) is not Purpose:
-            raise ConfigError(f"a distillation runs in one process, and torchrun started {ranks.size}: start one")
+            raise ConfigError(f"{purpose.name} runs in one process, and torchrun started {ranks.size}: start one")
         folder, reporter = folder_of(settings, ranks), (reporter if ranks.is_first else None) or SilentReporter()
         claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
         tracked = TrackingReporter(reporter, settings, folder) if ranks.is_first else nullcontext(reporter)

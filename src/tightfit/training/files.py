@@ -127,7 +127,8 @@ class RunFiles:
     def _metrics_bytes(self) -> int:
         training = self.config.training
         figure = -1 / 3e-300  # no float is written in more characters
-        longest = StepMetrics(training.max_steps, figure, figure, figure, 2**63, figure, figure, 2**63, False, figure)
+        figures = figure, figure, figure, 2**63, figure, figure, 2**63, False, figure, figure
+        longest = StepMetrics(training.max_steps, *figures)
         evaluations = training.max_steps // (training.evaluate_every or training.max_steps)
         return (training.max_steps // training.log_every + evaluations + 2) * (len(longest.to_json()) + 1)
 

@@ -122,7 +122,11 @@ def run_steps(
     with nullcontext() if stepper.is_sharded else interrupt.heeded_in_backward(stepper.model):
         while record.steps < training.max_steps and stepper.goes_on():
             try:
-                metrics = _one_step(stepper, batches, record, watch)
+                drawn = next(batches)
+            except Interrupted:  # nothing of the step has begun
+                break
+            try:
+                metrics = _one_step(stepper, drawn, batches, record, watch)
             except Interrupted:
                 record.is_whole = not stepper.ranks.any(not _undone(stepper))
                 break
@@ -189,11 +193,13 @@ def measured_steps(max_steps: int, *, begun: int = 0) -> frozenset[int]:
     return frozenset({settled, max_steps} if max_steps > settled + 1 else {settled})
 
 
-def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: StepHistory, watch: _Watch) -> StepMetrics:
+def _one_step(
+    stepper: Stepper, drawn: dict[str, Any], batches: Iterator[Any], record: StepHistory, watch: _Watch
+) -> StepMetrics:
     step = record.steps + 1
     rate = learning_rate(step, watch.training)
     set_learning_rate(stepper.optimizer, rate)
-    batch, tokens = share_of(next(batches), stepper)
+    batch, tokens = share_of(drawn, stepper)
     begun, waited = time.perf_counter(), stepper.ranks.waited_seconds
     if step in watch.measured:
         outcome, peak = _measured(step, stepper, batch)
@@ -223,6 +229,7 @@ def _one_step(stepper: Stepper, batches: Iterator[dict[str, Any]], record: StepH
         seconds=seconds,
         memory_bytes=memory_now(stepper.device),
         skipped=outcome.skipped,
+        reward=getattr(batches, "reward_mean", None),
     )
 
 

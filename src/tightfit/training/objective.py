@@ -10,17 +10,19 @@ a sum over tokens: each micro-batch's counts by its share of the valid tokens, a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tightfit.levers.deferred_logits import divided
 from tightfit.levers.micro_batch import IGNORE_INDEX, valid_tokens
+from tightfit.training.data.samples import ADVANTAGES, DRAWN, REFERENCE
 
 # Of the whole effective batch, in each of its micro-batches.
 VALID_TOKENS, WHOLE_ROWS = "valid_tokens", "whole_rows"
-_NOT_FOR_THE_MODEL = frozenset({"labels", VALID_TOKENS, WHOLE_ROWS})
+_NOT_FOR_THE_MODEL = frozenset({"labels", VALID_TOKENS, WHOLE_ROWS, REFERENCE, DRAWN, ADVANTAGES})
 
 
 class Objective(Protocol):
@@ -72,6 +74,33 @@ class CausalLMLoss:
 def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of a batch that go to the model."""
     return {name: value for name, value in batch.items() if name not in _NOT_FOR_THE_MODEL}
+
+
+class TokenLogProbs(NamedTuple):
+    """The log-probability of each label under the tokens before it, (B, T) fp32: zero where a label is ignored.
+
+    `auxiliary` is what a mixture of experts adds to the mean loss in training, a scalar; None where it adds nothing.
+    """
+
+    of_tokens: Tensor
+    auxiliary: Tensor | None
+
+
+def token_log_probs(model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0) -> TokenLogProbs:
+    """Those of a batch under a model, in the mode that the model is in; of the softmax of logits / temperature."""
+    output = model(**model_inputs(batch))
+    logits, auxiliary = divided(output.logits, temperature), getattr(output, "auxiliary_loss", None)
+    del output  # else the logits would live as long as this frame
+    # A cross-entropy, so that a head that defers its logits computes it in chunks.
+    of_tokens = F.cross_entropy(
+        logits.view(-1, logits.shape[-1]),
+        next_tokens(batch["labels"]),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )
+    if of_tokens.dtype.itemsize < torch.float32.itemsize:
+        of_tokens = of_tokens.float()  # sums over many tokens follow
+    return TokenLogProbs(-of_tokens.view(batch["labels"].shape), auxiliary)
 
 
 def next_tokens(labels: Tensor) -> Tensor:

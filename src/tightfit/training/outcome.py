@@ -15,6 +15,7 @@ from tightfit.training.fitting import Fit
 from tightfit.training.loop import StepHistory
 from tightfit.training.objective import CausalLMLoss, Objective
 from tightfit.training.result import TrainResult
+from tightfit.training.rollouts import UPDATE
 from tightfit.version import package_version
 
 
@@ -32,6 +33,8 @@ def result_of(
     skipped_lines: int,
     resumed_from: int | None,
     host_by_category: Mapping[str, int],
+    predicted_phases: Mapping[str, int],
+    measured_phases: Mapping[str, int],
 ) -> TrainResult:
     """The result of a training that has made at least one step. `validation` is what `held_out` found."""
     return TrainResult(
@@ -62,6 +65,8 @@ def result_of(
         host_peak_bytes=sum(host_by_category.values()),
         host_by_category=dict(host_by_category),
         measured_host_peak_bytes=highest_rss(),
+        predicted_phase_bytes=dict(predicted_phases) or None,
+        measured_phase_bytes=({**measured_phases, UPDATE: record.measured_peak_bytes} if predicted_phases else None),
     )
 
 

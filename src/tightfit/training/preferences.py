@@ -18,13 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.levers.chunked_loss import chunks_without_gradients
-from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.models.mode import evaluating
 from tightfit.step import Precision, autocast
 from tightfit.training.data.samples import Samples, SamplesWith
-from tightfit.training.objective import WHOLE_ROWS, model_inputs, next_tokens
+from tightfit.training.objective import REFERENCE, WHOLE_ROWS, token_log_probs
 
-REFERENCE = "reference_log_probs"
 ROWS = 2  # of a pair
 
 
@@ -73,20 +71,8 @@ class AnswerLogProbs(NamedTuple):
 
 def answer_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> AnswerLogProbs:
     """Those of a batch under a model, in the mode that the model is in."""
-    inputs = {name: value for name, value in model_inputs(batch).items() if name != REFERENCE}
-    output = model(**inputs)
-    logits, auxiliary = output.logits, getattr(output, "auxiliary_loss", None)
-    del output  # else the logits would live as long as this frame
-    # A cross-entropy, so that a head that defers its logits computes it in chunks.
-    of_tokens = F.cross_entropy(
-        logits.view(-1, logits.shape[-1]),
-        next_tokens(batch["labels"]),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-    )
-    if of_tokens.dtype.itemsize < torch.float32.itemsize:
-        of_tokens = of_tokens.float()  # a sum over many tokens
-    return AnswerLogProbs(-of_tokens.view(batch["labels"].shape).sum(dim=-1), auxiliary)
+    of_tokens, auxiliary = token_log_probs(model, batch)
+    return AnswerLogProbs(of_tokens.sum(dim=-1), auxiliary)
 
 
 @torch.no_grad()

@@ -22,12 +22,12 @@ from tightfit.training.checkpoint.stored import Checkpoint
 from tightfit.training.config import Config
 from tightfit.training.context import Context
 from tightfit.training.data.packing import BatchStream, StreamPosition
-from tightfit.training.data.prepare import PreparedData, check_fits, prepare_data
+from tightfit.training.data.prepare import PreparedData, check_fits
 from tightfit.training.fitting import Fit, fit
 from tightfit.training.loop import StepHistory
 from tightfit.training.objective import Objective, counted
 from tightfit.training.optimizer import rounding_note
-from tightfit.training.purpose import Purpose, loss_of_step, plannable
+from tightfit.training.purpose import Purpose, loss_of_step
 from tightfit.training.reporter import Reporter
 from tightfit.training.several import (
     config_of_a_rank,
@@ -91,7 +91,7 @@ class Preparation:
             device = lookup_present(None if training.device == "auto" else training.device, notice=notice)
         device = device_of_a_rank(device, ranks)
         with ranks.first_goes_ahead():
-            data = plannable(prepare_data(config.data, config.model, objective=training.objective, notice=notice))
+            data = self.purpose.data(config, notice)
         data = self.purpose.prepared(data, config, device, self.reporter)
         context = Context.of(config, data, device, self.purpose.identity, ranks.size)
         record = StepHistory() if checkpoint is None else context.resumed(checkpoint, self.reporter)

@@ -25,6 +25,7 @@ class StepMetrics:
     memory_bytes: int
     skipped: bool = False  # the gradient scaler found an overflow: the weights did not move
     validation_loss: float | None = None  # on the samples held out, where this step was evaluated
+    reward: float | None = None  # the mean of the completions that it learnt from
 
     def is_logged(self, log_every: int, max_steps: int) -> bool:
         """True if metrics.jsonl has a line of this step."""
@@ -34,8 +35,9 @@ class StepMetrics:
         """One line of metrics.jsonl. What is not finite becomes null: JSON has no such numbers."""
         figures = asdict(self)
         figures["grad_norm"] = figures.pop("gradient_norm")
-        if self.validation_loss is None:
-            del figures["validation_loss"]
+        for name in ("validation_loss", "reward"):
+            if figures[name] is None:
+                del figures[name]
         return json.dumps({name: finite(value) for name, value in figures.items()}, allow_nan=False)
 
 
@@ -52,7 +54,8 @@ class TrainResult:
     which the training went on the last time, None where it ran in one go. `max_steps` are the steps that were asked
     for, None in a result of an earlier version. `host_peak_bytes` is the predicted peak of the host's memory by
     categories, or what the preparation was measured to take if that is more, and `measured_host_peak_bytes` the
-    process's highest resident memory.
+    process's highest resident memory. `predicted_phase_bytes` and `measured_phase_bytes` are the peaks of the phases of
+    a training on rewards, by their names; a phase that this run has not measured is left out, None without phases.
     """
 
     folder: str
@@ -82,6 +85,8 @@ class TrainResult:
     host_peak_bytes: int | None = None
     host_by_category: dict[str, int] | None = None
     measured_host_peak_bytes: int | None = None
+    predicted_phase_bytes: dict[str, int] | None = None
+    measured_phase_bytes: dict[str, int] | None = None
 
     @classmethod
     def from_json(cls, text: str) -> "TrainResult":

@@ -1,13 +1,13 @@
 """One training in its folder: levers, steps, evaluation, sample, files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from tightfit.errors import CannotFit, CheckpointError, VerificationFailed
+from tightfit.errors import CannotFit, CheckpointError, RewardError, VerificationFailed
 from tightfit.levers.micro_batch import IGNORE_INDEX
 from tightfit.memory.settings import set_allocator
 from tightfit.models.generation import continue_ids, generate_text
@@ -16,8 +16,8 @@ from tightfit.ranks.processes.ranks import Ranks
 from tightfit.step import StepSettings
 from tightfit.training.checkpoint.stored import Checkpoint
 from tightfit.training.config import Config
-from tightfit.training.data.packing import BatchStream
 from tightfit.training.data.prepare import PreparedData
+from tightfit.training.data.prompts import PromptSamples
 from tightfit.training.data.tokenizer import TextTokenizer
 from tightfit.training.files import RunFiles
 from tightfit.training.fitting import Fit, LeversInForce, fit_of
@@ -25,11 +25,11 @@ from tightfit.training.host import HostWatch
 from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.joining import OtherCannotFit, agree_on_signal
 from tightfit.training.loop import StepHistory, run_steps
-from tightfit.training.objective import Objective, counted
+from tightfit.training.objective import Objective, counted, on_device
 from tightfit.training.optimizer import OptimizerRecipe
 from tightfit.training.outcome import result_of
 from tightfit.training.preparing import Preparation, Prepared
-from tightfit.training.purpose import Purpose, loss_held_out, loss_of_step
+from tightfit.training.purpose import Purpose, Running, loss_held_out, loss_of_step
 from tightfit.training.random_states import seed_generators
 from tightfit.training.recovering import RecoveringStepper, StepPlanner
 from tightfit.training.reference import ReferenceModel
@@ -71,6 +71,8 @@ class TrainingRun:
             set_allocator(config.memory.allocator)  # before anything starts CUDA
         ready = Preparation(config, self.folder, self.reporter, checkpoint, self.purpose, ranks).prepared()
         model, fitted, record = ready.model, ready.fitted, ready.record
+        if line := self.purpose.planned(model, ready.data, fitted, ready.own, ready.device):
+            self.reporter.on_note(line)
         whole = WholeModel(model, ranks) if fitted.is_sharded else None
         if whole is None:  # shards are moved one block at a time
             model.to(ready.device.kind)
@@ -107,7 +109,10 @@ class TrainingRun:
                 evaluate = self._validation(ready, levers)
                 with self._saver(stepper, ready, evaluate) as saver:
                     host.begin(levers.fitted, model)
-                    batches = ready.batches(config, record.position)
+                    running = Running(
+                        config, ready.data, stepper, self.interrupt, self.reporter.on_note, record.steps, checkpoint
+                    )
+                    batches = self.purpose.batches(ready.batches(config, record.position), running)
                     self._steps(stepper, batches, levers.fitted, record, saver, evaluate, host)
                 if not record.steps:
                     self.folder.clear()
@@ -135,6 +140,8 @@ class TrainingRun:
                 skipped_lines=ready.data.skipped_lines,
                 resumed_from=None if checkpoint is None else checkpoint.step,
                 host_by_category=host.by_category,
+                predicted_phases=self.purpose.predicted,
+                measured_phases=self.purpose.measured,
             )
             if ranks.is_first:
                 replace(files, model=trained).write_end(result, record.lines(), self.folder, self.reporter)
@@ -148,9 +155,11 @@ class TrainingRun:
         from tightfit.verification import verify
 
         self.reporter.on_note("verifying the plan: the plain step against the planned one")
-        rows = ready.own.training.batch_size
-        first = {name: tensor[:rows] for name, tensor in next(ready.batches(self.config)).items()}
-        report = verify(ready.model, counted(first, ready.device.kind), plan, loss=self._loss(ready))
+        first = ready.longest
+        if ready.data.objective != "grpo":  # whose batches are made by the model
+            rows = ready.own.training.batch_size
+            first = counted({name: tensor[:rows] for name, tensor in next(ready.batches(self.config)).items()})
+        report = verify(ready.model, on_device(first, ready.device.kind), plan, loss=self._loss(ready))
         if not report.ok:
             raise VerificationFailed(f"memory.verify: {report}")
         self.reporter.on_note(str(report))
@@ -212,7 +221,7 @@ class TrainingRun:
             folder=self.folder,
             reporter=self.reporter,
             context=ready.context.to_dict(ready.fitted),
-            files=ready.context.files(ready.fitted),
+            files=lambda: {**ready.context.files(ready.fitted), **self.purpose.files()},
             max_steps=self.config.training.max_steps,
             held_out_loss=evaluate,
             saved=ready.record.steps or None,
@@ -235,7 +244,7 @@ class TrainingRun:
     def _steps(
         self,
         stepper: Stepper,
-        batches: BatchStream,
+        batches: Iterator[dict[str, torch.Tensor]],
         fitted: Fit,
         record: StepHistory,
         saver: Saver,
@@ -272,13 +281,14 @@ class TrainingRun:
                 copied_bytes=lambda: saver.copied_bytes,
                 evaluate=evaluate,
             )
-        except (CannotFit, OtherCannotFit) as error:
+        except (CannotFit, OtherCannotFit, RewardError) as error:
             if isinstance(error, OtherCannotFit):
                 stepper.undo()
-            # The step that failed was undone: those before it are not lost.
+            # The step that failed was undone, or has not begun: those before it are not lost.
             if record.steps and not isinstance(error, Stranded):
                 saver.save(record, now=True)
-                self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume and other memory.*")
+                todo = "" if isinstance(error, RewardError) else " and other memory.*"
+                self.reporter.on_note(f"step {record.steps} is in a checkpoint: go on with --resume{todo}")
             raise
 
     def _sample(self, model: nn.Module, data: PreparedData) -> str:
@@ -292,8 +302,16 @@ class TrainingRun:
 def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     """The beginning of a sample that was held out, if one was, and what the model makes of it."""
     samples = data.validation if len(data.validation) else data.training
+    if isinstance(samples, PromptSamples):
+        return _sample_answer(model, data.tokenizer, list(samples.ids[0]), samples.stop, seed=seed)
     if data.objective != "causal":
-        return _sample_answer(model, data.tokenizer, samples.batch([0]), seed=seed)
+        batch = samples.batch([0])
+        learnt = (batch["labels"][0] != IGNORE_INDEX).nonzero()
+        asked = batch["input_ids"][0, : max(1, int(learnt[0]) if len(learnt) else PROMPT_TOKENS)].tolist()
+        stop = data.tokenizer.chat.end_of_turn()
+        return _sample_answer(
+            model, data.tokenizer, asked, data.tokenizer.end_of_text if stop is None else stop, seed=seed
+        )
     return generate_text(
         model,
         data.tokenizer,
@@ -305,15 +323,12 @@ def sample_text(model: nn.Module, data: PreparedData, *, seed: int) -> str:
     )
 
 
-def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, batch: dict[str, torch.Tensor], *, seed: int) -> str:
-    """The text before the first answer of a sample, and the model's answer."""
-    learnt = (batch["labels"][0] != IGNORE_INDEX).nonzero()
-    asked = batch["input_ids"][0, : max(1, int(learnt[0]) if len(learnt) else PROMPT_TOKENS)].tolist()
-    stop = tokenizer.chat.end_of_turn()
+def _sample_answer(model: nn.Module, tokenizer: TextTokenizer, asked: list[int], stop: int, *, seed: int) -> str:
+    """The text before an answer, and the model's answer, up to the token `stop`."""
     answer = continue_ids(
         model,
         asked,
-        stop=tokenizer.end_of_text if stop is None else stop,
+        stop=stop,
         max_new_tokens=SAMPLE_TOKENS,
         temperature=SAMPLE_TEMPERATURE,
         top_k=SAMPLE_TOP_K,

@@ -35,7 +35,7 @@ class Saver:
     folder: RunFolder
     reporter: Reporter
     context: Mapping[str, Any]
-    files: Mapping[str, bytes]
+    files: Callable[[], Mapping[str, bytes]]
     max_steps: int
     held_out_loss: Callable[[], float | None] = lambda: None
     saved: int | None = None  # the step of the last checkpoint that was written, or resumed from
@@ -89,11 +89,11 @@ class Saver:
                 BEST: score,
             }
             if self._background is None or now:
-                self._checkpoints.save(record.steps, state.tensors, beside, self.files)
+                self._checkpoints.save(record.steps, state.tensors, beside, self.files())
                 self._prune()
             else:
                 self.copied_bytes = copy_bytes(state.tensors)
-                self._background.save(record.steps, state.tensors, beside, self.files)
+                self._background.save(record.steps, state.tensors, beside, self.files())
         except OutputError as error:
             self.reporter.on_note(f"step {record.steps} has no checkpoint: {error}")
         else:

@@ -232,6 +232,8 @@ class Distillation(Purpose):
     _digest: str = ""
     _vocabulary: int = 0  # of the teacher that has written the store
 
+    name = "a distillation"
+
     @cached_property
     def folder(self) -> Path | None:
         """The teacher's folder, None where a complete store is to do without. Raises `ModelError`."""

@@ -223,12 +223,37 @@ class DataConfig(Section):
         return self
 
 
+class GrpoConfig(Section):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300), for `training.objective: grpo`."""
+
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Completions of each prompt, whose rewards are compared with each other. `training.batch_size` counts
+    completions."""
+    max_completion_tokens: Count = 128
+    """Most tokens of a completion. A prompt may have those that `data.sequence_length` has beside them."""
+    temperature: Positive = 1.0
+    """The completions are drawn from the softmax of the logits divided by it, and learnt as drawn."""
+    clip_epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """A token's ratio of probabilities, now and when it was drawn, counts within 1 - this and 1 + this."""
+    beta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the divergence from the reference, which is the model before the first step: adapters switched off, or
+    a second copy of the weights. 0: no reference."""
+    iterations: Count = 1
+    """Optimizer steps that learn from the same completions."""
+
+
 class TrainingConfig(Section):
     """The training run."""
 
-    objective: Literal["auto", "causal", "sft", "dpo"] = "auto"
+    objective: Literal["auto", "causal", "sft", "dpo", "grpo"] = "auto"
     """`causal` learns every token, `sft` those of the assistant's turns, `dpo` to prefer the better answer; `auto`: by
-    the data, in this order for texts, conversations and preference pairs."""
+    the data, in this order for texts, conversations and preference pairs. `grpo` learns from the rewards of what the
+    model itself writes after prompts."""
+    reward: str | None = None
+    """With `grpo`, the function `module:function` that is called with the lists `prompts`, `completions` and one for
+    each further column of the data, by these names, and returns a number for each completion."""
+    grpo: GrpoConfig | None = None
+    """The settings of `grpo`, as a mapping; null: its defaults."""
     dpo_beta: Positive = 0.1
     """With `dpo`, the strength with which the model is held to the reference, which is the model before the first step
     (Rafailov et al. 2023)."""
@@ -301,6 +326,29 @@ class TrainingConfig(Section):
                 raise ValueError(f"optimizer has {key} {value} and {key} is {raw[key]}: keep one of them")
         left = {name: value for name, value in named.arguments.items() if name not in _OF_OPTIMIZER}
         return {**raw, **own, "optimizer": optimizer_class(named.kind, left)} if own else raw
+
+    @property
+    def groups(self) -> GrpoConfig:
+        """The settings of `grpo`, given or not."""
+        return self.grpo or GrpoConfig()
+
+    @model_validator(mode="after")
+    def _rewards_are_for_grpo(self) -> Self:
+        if self.objective != "grpo":
+            given = next((key for key in ("reward", "grpo") if getattr(self, key) is not None), None)
+            if given is not None:
+                raise ValueError(f"{given} is for objective grpo, not {self.objective}: set that, or remove {given}")
+            return self
+        if self.reward is None:
+            raise ValueError("objective grpo needs a reward: name a function as module:function")
+        if "" in self.reward.partition(":"):
+            raise ValueError(f"reward {self.reward!r} names no function: write module:function")
+        if self.batch_size % self.groups.group_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} counts completions, and a group is {self.groups.group_size} of them "
+                "(grpo.group_size): make it a multiple"
+            )
+        return self
 
     @model_validator(mode="after")
     def _steps_go_together(self) -> Self:
@@ -506,6 +554,25 @@ class Config(Section):
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than model.max_position_embeddings "
                 f"{self.model.max_position_embeddings}: lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_and_completions(self) -> Self:
+        if self.training.objective != "grpo":
+            return self
+        data, most = self.data, self.training.groups.max_completion_tokens
+        if most >= data.sequence_length:
+            raise ValueError(
+                f"training.grpo.max_completion_tokens {most} leave no token of data.sequence_length "
+                f"{data.sequence_length} for a prompt: lower the one or raise the other"
+            )
+        of_texts = {"packing": data.packing != "none", "buckets": data.buckets, "bad_lines": data.bad_lines == "skip"}
+        if (key := next((key for key, is_set in of_texts.items() if is_set), None)) is not None:
+            raise ValueError(f"data.{key} is for texts, and training.objective grpo reads prompts: remove it")
+        if self.training.evaluate_every is not None:
+            raise ValueError(
+                "training.evaluate_every is set, and training.objective grpo holds no prompts out: remove it"
             )
         return self
 

@@ -82,10 +82,14 @@ def hold_out(samples: PackedSamples, fraction: float) -> tuple[PackedSamples, Pa
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a `BatchStream` stands: `sample` samples of epoch `epoch` have been given out."""
+    """Where a `BatchStream` stands: `sample` samples of epoch `epoch` have been given out.
+
+    `repeat` is how often the last batch was learnt from, where it is learnt from more often than that.
+    """
 
     epoch: int = 0
     sample: int = 0
+    repeat: int = 0
 
 
 class BatchStream(Iterator[dict[str, Tensor]]):

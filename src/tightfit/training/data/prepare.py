@@ -18,7 +18,8 @@ from tightfit.training.data.store import Kind, TokenStore
 from tightfit.training.data.tokenized import tokenized
 from tightfit.training.data.tokenizer import TextTokenizer
 
-Objective = Literal["causal", "sft", "dpo"]
+Objective = Literal["causal", "sft", "dpo", "grpo"]
+Chosen = Literal["auto", "causal", "sft", "dpo", "grpo"]
 _OBJECTIVES: dict[Kind, Objective] = {"text": "causal", "conversations": "sft", "preferences": "dpo"}
 _ARRANGING = ("sequence_length", "validation_fraction", "shuffle", "seed", "packing", "buckets")
 
@@ -62,7 +63,7 @@ def prepare_data(
     config: DataConfig,
     model: ModelConfig,
     *,
-    objective: Literal["auto", "causal", "sft", "dpo"] = "auto",
+    objective: Chosen = "auto",
     notice: Notice = lambda line: None,
 ) -> PreparedData:
     """Reads, tokenizes and packs what the section `data` describes, or takes the tokens from the cache.
@@ -70,6 +71,8 @@ def prepare_data(
     `notice` is told in one line each of what was skipped, and of a cache that cannot be used. Raises `DataError` and
     `ConfigError`.
     """
+    if objective == "grpo":
+        raise ConfigError("training.objective grpo learns from prompts: take causal or sft data, or tightfit train")
     found = tokenized(config, model, notice)
     learns = resolve_objective(objective, found.store.kind)
     store = found.store.all_learnt() if learns == "causal" and found.store.has_learnt else found.store
@@ -84,7 +87,7 @@ def prepare_data(
     )
 
 
-def resolve_objective(objective: Literal["auto", "causal", "sft", "dpo"], kind: Kind) -> Objective:
+def resolve_objective(objective: Chosen, kind: Kind) -> Objective:
     """The objective for data of a kind: `auto` is its usual objective. Raises `ConfigError` where it has no such."""
     usual = _OBJECTIVES[kind]
     chosen = usual if objective == "auto" else objective

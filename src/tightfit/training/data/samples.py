@@ -17,6 +17,8 @@ from tightfit.training.data.best_fit import PackedRows, best_fit
 from tightfit.training.data.store import TokenStore
 
 IGNORE_INDEX = -100
+# Of each row, or of each of its tokens: under a reference model, under the policy that drew it, and what it is worth.
+REFERENCE, DRAWN, ADVANTAGES = "reference_log_probs", "drawn_log_probs", "advantages"
 
 
 class Samples(Protocol):

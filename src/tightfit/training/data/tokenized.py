@@ -37,7 +37,7 @@ def tokenized(config: DataConfig, model: ModelConfig, notice: Notice) -> Tokeniz
     """
     corpus = open_corpus(config.source, config.format)
     reading = CorpusReading(corpus, config.source, config.max_documents, config.bad_lines, config.max_bad_lines)
-    tokenizer = _loaded_tokenizer(config, model)
+    tokenizer = loaded_tokenizer(config, model)
     key = _key(config, corpus, tokenizer)
     entry = None if key is None else cached(key, notice)
     if entry is None:
@@ -56,7 +56,7 @@ def _tell_of_skipped(entry: CacheEntry, notice: Notice) -> None:
         notice(f"{lines}: {entry.first_skipped}")
 
 
-def _loaded_tokenizer(config: DataConfig, model: ModelConfig) -> TextTokenizer | None:
+def loaded_tokenizer(config: DataConfig, model: ModelConfig) -> TextTokenizer | None:
     """The tokenizer that is named; None where one is trained. Weights that are loaded know the tokens of their own."""
     if config.tokenizer not in ("auto", "train", "model"):
         return load_tokenizer(config.tokenizer)

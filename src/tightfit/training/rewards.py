@@ -1,0 +1,119 @@
+"""The reward of a training: a function of the user's, looked up, called, and checked."""
+
+import importlib
+import inspect
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+from tightfit.errors import ConfigError, RewardError
+from tightfit.training.random_states import seed_generators
+
+Function = Callable[..., Any]
+
+
+def reward_named(name: str) -> Function:
+    """The function that `module:function` names, from the working folder or from what is installed.
+
+    Raises `ConfigError` where it is not there.
+    """
+    module_name, _, path = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # importing runs code that is not ours
+        raise ConfigError(
+            f"training.reward {name}: the module {module_name!r} cannot be imported ({type(error).__name__}: {error}): "
+            "install it, or run in the folder that holds it"
+        ) from error
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        what = "is not there" if found is None else f"is a {type(found).__name__}"
+        raise ConfigError(f"training.reward {name}: {path} {what} in {module_name}: name a function")
+    return found
+
+
+def demand_arguments(name: str, function: Function, columns: Sequence[str]) -> None:
+    """Raises `ConfigError` unless the function takes prompts, completions and the data's columns by name."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C code; the call will say
+        return
+    try:
+        signature.bind(**dict.fromkeys(("prompts", "completions", *columns), ()))
+    except TypeError as error:
+        wanted = ", ".join(("prompts", "completions", *columns))
+        raise ConfigError(
+            f"training.reward {name}: {path_of(name)}{signature} cannot be called with {wanted}: {error}: give it "
+            "these parameters, or **columns for those it does not need"
+        ) from None
+
+
+def path_of(name: str) -> str:
+    """The function's own name."""
+    return name.partition(":")[2]
+
+
+def rewards_of(
+    name: str,
+    function: Function,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: Mapping[str, Sequence[Any]],
+    seed: int,
+) -> torch.Tensor:
+    """The reward of each completion, fp32 (completions,).
+
+    The function is called with all random generators seeded, and they are as before afterwards: what it draws depends
+    on `seed` alone. Raises `RewardError` where it raises, or returns something else than a finite number for each.
+    """
+    with _seeded(seed):
+        try:
+            found = function(prompts=list(prompts), completions=list(completions), **columns)
+        except Exception as error:  # of code that is not ours
+            reason = " ".join(str(error).split())
+            raise RewardError(f"training.reward {name}: raised {type(error).__name__}: {reason}") from error
+    try:
+        rewards = [float(reward) for reward in found]
+    except (TypeError, ValueError):
+        raise RewardError(
+            f"training.reward {name}: returned {_shown(found)}, wanted a list of {len(completions)} numbers, one for "
+            "each completion"
+        ) from None
+    if len(rewards) != len(completions):
+        raise RewardError(
+            f"training.reward {name}: returned {len(rewards)} rewards for {len(completions)} completions: return one "
+            "for each"
+        )
+    wrong = next((index for index, reward in enumerate(rewards) if not math.isfinite(reward)), None)
+    if wrong is not None:
+        raise RewardError(
+            f"training.reward {name}: returned {rewards[wrong]} for the completion {_shown(completions[wrong])}: "
+            "return finite numbers"
+        )
+    return torch.tensor(rewards, dtype=torch.float32)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            seed_generators(seed)
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(of_numpy)
