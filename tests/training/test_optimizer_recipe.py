@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch import nn
 
+from tightfit.optim.by_name import moves_gradients, updates_on_host
 from tightfit.training.config import TrainingConfig
 from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
 
@@ -45,3 +47,12 @@ def test_the_learning_rate_of_every_group_is_set():
     set_learning_rate(optimizer, 0.125)
 
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+
+
+@pytest.mark.parametrize(("name", "is_on_host"), [("offloaded_adamw", True), ("offloaded_adamw:0.5", False)])
+def test_plans_know_that_a_trainings_optimizer_updates_on_the_host(name, is_on_host):
+    recipe = OptimizerRecipe(TrainingConfig(optimizer=name))
+
+    assert updates_on_host(recipe, on_card=True) == is_on_host
+    assert moves_gradients(recipe)
+    assert not moves_gradients(OptimizerRecipe(TrainingConfig()))

@@ -118,8 +118,9 @@ def optimizer_over(
 
 def moves_gradients(optimizer: Any) -> bool:
     """True if an optimizer, or the one of a name, moves gradients to the host as backward makes them."""
-    if isinstance(optimizer, str):
-        return parsed_name(optimizer).kind == OFFLOADED
+    name = _name_of(optimizer)
+    if name is not None:
+        return parsed_name(name).kind == OFFLOADED
     return isinstance(optimizer, OffloadedAdamW)
 
 
@@ -127,10 +128,17 @@ def updates_on_host(optimizer: Any, *, on_card: bool) -> bool:
     """True if an optimizer, or the one of a name, updates all weights in the host's memory. On a CPU each does."""
     if not on_card:
         return True
-    if isinstance(optimizer, str):
-        name = parsed_name(optimizer)
-        return name.kind == OFFLOADED and name.fraction in (None, 1)
+    name = _name_of(optimizer)
+    if name is not None:
+        parsed = parsed_name(name)
+        return parsed.kind == OFFLOADED and parsed.fraction in (None, 1)
     return isinstance(optimizer, OffloadedAdamW) and optimizer.fraction == 1
+
+
+def _name_of(optimizer: Any) -> str | None:
+    """The name by which an optimizer is made: itself, or the `kind` of a factory that has one (a training's)."""
+    name = getattr(optimizer, "kind", optimizer)
+    return name if isinstance(name, str) else None
 
 
 def host_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

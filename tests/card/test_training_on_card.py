@@ -1,0 +1,46 @@
+"""`tightfit train` with streamed blocks on CUDA's path: the bits of the plain run, resumed too."""
+
+import json
+
+import pytest
+from test_streamed_training import SECTIONS, STREAMED, Half, assert_same_bits
+from tiny_training import metrics, settings
+
+import tightfit
+from quick_trainings import leave_out_pictures
+from tightfit.planner.levers import Stream
+from tightfit.training.api import train
+
+pytestmark = pytest.mark.usefixtures("values")
+ON_CARD = {
+    **SECTIONS,
+    "model": {**SECTIONS["model"], "num_layers": 6, "hidden_size": 256},  # beside cuBLAS's workspaces of 16 MiB
+    "training": {**SECTIONS["training"], "device": "cuda"},
+}
+
+
+@pytest.mark.keeps("streamed-trained-bits")
+def test_a_training_that_streams_has_the_bits_of_the_plain_one_and_is_resumed(tmp_path, monkeypatch):
+    leave_out_pictures(monkeypatch)
+    plain, other = tmp_path / "plain", tmp_path / "streamed"
+    plain.mkdir(), other.mkdir()
+    train(settings(plain, **ON_CARD))
+    memory = {**STREAMED, "budget": "0.7x"}
+    config = settings(other, **ON_CARD, data={"source": str(plain / "corpus.txt")}, memory=memory)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, reporter=Half())
+    assert len(metrics(other)) == 2
+    assert train(config, resume=True).steps == 4
+    assert_same_bits(plain, other)
+    lever = tightfit.Plan.from_dict(json.loads((other / "run" / "plan.json").read_text())).lever(Stream)
+    assert lever is not None
+    assert lever.trained
+    result = json.loads((other / "run" / "result.json").read_text())
+    before = json.loads((plain / "run" / "result.json").read_text())
+    beside = before["measured_peak_bytes"] - before["predicted_peak_bytes"]  # a number of the loop's own
+    assert result["measured_peak_bytes"] == result["predicted_peak_bytes"] + beside
+    assert result["predicted_peak_bytes"] <= result["budget_bytes"]
+    assert 0 <= beside <= 512
+    assert sum(result["host_by_category"].values()) == result["host_peak_bytes"]
+    assert result["host_by_category"]["parameters"] >= lever.bytes
+    assert result["measured_host_peak_bytes"] > 0
