@@ -225,6 +225,16 @@ def test_a_model_that_accelerate_offloads_is_refused(where):
         streamed(model)
 
 
+@pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
+def test_accelerates_own_hooks_are_seen(way, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, _ = built()
+    where = [tmp_path] if way == "disk_offload" else []
+    getattr(accelerate, way)(model, *where, execution_device="cpu")
+    with pytest.raises(LeverError, match="accelerate offloads this model .*load it without device_map"):
+        streamed(model)
+
+
 def test_what_else_is_refused_is_one_line(tmp_path):
     model, _ = built()
     with pytest.raises(LeverError, match="no module matches 'blocks"):

@@ -108,6 +108,7 @@ class Half(Listener):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow  # two plans and trainings each
 @pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.parametrize("first", [{}, STREAMED], ids=["plain first", "streamed first"])
 def test_a_checkpoint_of_either_kind_is_resumed_by_the_other(first, plain: Path, tmp_path: Path):
