@@ -17,6 +17,7 @@ from tightfit.recipes import api, shares
 from tightfit.recipes.choices import Wanted, recipes_for
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.search import RecipeSearch
+from tightfit.recipes.whole_step import PartTracer
 from tightfit.runtime import forked
 from tightfit.runtime.forked import Crew, processes_for, shared_out
 from tiny import decoder
@@ -165,6 +166,14 @@ def test_recipes_of_a_process_that_was_ended_are_searched_anew(monkeypatch):
     assert lines[0].startswith(f"1 of {len(recipes)} recipes; ")
     assert lines[counted] == "running the step of what fits as a whole"  # the last count does not stay for minutes
     assert known == {recipe: row.outcome.peak_bytes for recipe, row in confirmed.items()}
+
+
+def test_rows_that_arithmetic_excludes_run_nothing_dry(monkeypatch):
+    monkeypatch.setattr(PartTracer, "part", lambda *levers, **how: pytest.fail("a step was run dry"))
+    asked = Request.of(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
+    recipes = [Recipe(optimizer="adamw_fused"), Recipe(dtype="bf16", optimizer="adamw_fused")]
+    with shares.Shares(RecipeSearch(asked, "100KiB"), recipes, 1) as here:
+        assert [row.outcome.fits for row in here.rows()] == [False, False]
 
 
 def test_sizes_of_recipes_of_one_part_are_shared_too(monkeypatch):

@@ -9,9 +9,10 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.search import Search
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.sizes import CORRECTIONS, Dimension, Sizes, _Points
-from tightfit.recipes.variant_search import VariantSearch
+from tightfit.recipes.whole_step import PartTracer, frugal_levers, keeping_attention
 from tightfit.step import TokenBatch
 
 
@@ -38,29 +39,11 @@ def test_a_flat_start_says_nothing_about_what_comes_after():
     assert points.largest(1200, 640) == pytest.approx(120, rel=0.25)
 
 
-class Keeping:
-    """A variant with a batch of a size, with attention kept: that takes `saved` bytes less (None: it has none)."""
-
-    keeping_attention = ()
-
-    def __init__(self, size, saved, excess):
-        self.size, self.saved, self.over = size, saved, excess
-
-    def part_keeping_attention(self):
-        return None if self.saved is None else self.size - 40 - self.saved
-
-    def update(self, name):
-        return None
-
-    def candidate(self, update):
-        return self.over(self.size) - self.saved
-
-    def excess(self, candidate):
-        return candidate
-
-
 class Stepped(Sizes):
-    """`excess` says by how many bytes a whole step of a size exceeds the budget; tensors alone are a straight line."""
+    """`excess` says by how many bytes a whole step of a size exceeds the budget; tensors alone are a straight line.
+
+    With attention kept, a step takes `saved` bytes less (None: it has none).
+    """
 
     def __init__(self, excess, saved=None):
         super().__init__(search=None)
@@ -78,13 +61,18 @@ class Stepped(Sizes):
     def _beside(self, found):
         return 0
 
-    def _peak_and_excess(self, found, shape):
-        size = shape[1]
-        self.ran.append(size)
-        return size - 40, self.excess(size)  # what was run takes a little less than the line
+    def _peak(self, found, shape, levers=()):
+        return shape[1] - 40 - (self.saved if levers else 0)
 
-    def _sized(self, found, shape):
-        return Keeping(shape[1], self.saved, self.excess)
+    def _peak_and_excess(self, found, shape, levers=()):
+        size = shape[1]
+        if not levers:
+            self.ran.append(size)
+        # What was run takes a little less than the line.
+        return self._peak(found, shape, levers), self.excess(size) - (self.saved if levers else 0)
+
+    def _levers(self, found):
+        return (), None if self.saved is None else ("attention kept",)
 
     def largest(self, limit):
         """The largest size where the sums of tensors would have this limit."""
@@ -131,11 +119,13 @@ def test_attention_that_is_kept_runs_once_in_each_block_of_a_card():
         device="rtx4090",
         levers="rounding",
     )
-    search = VariantSearch(asked.checked(), "100%")
-    assert search.keeping_attention is not None
+    request = asked.checked()
+    search = Search(request, "100%", tracer=PartTracer(request), limit_bytes=2**30)
+    frugal = frugal_levers(search)
+    keeping = keeping_attention(search, frugal)
+    assert keeping is not None
     counts = [
-        sum(family_of(each.name) is Family.ATTENTION for each in search.applied_part(*levers).operators)
-        for levers in (search.frugal, search.keeping_attention)
+        sum(family_of(each.name) is Family.ATTENTION for each in search.whole(*levers).operators)
+        for levers in (frugal, keeping)
     ]
     assert counts == [6, 3]
-    assert search.with_batch(TokenBatch(1, 256, 64)).keeping_attention == search.keeping_attention

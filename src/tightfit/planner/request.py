@@ -434,10 +434,6 @@ class Tracer:
         with self.applied(combination, policies, joined):
             return self._step(request.model, combination, routing)
 
-    def plain(self) -> StepTrace:
-        """The step with no lever."""
-        return self.whole(self.request.plain, {})
-
     def _step(
         self, model: nn.Module, combination: Combination, routing: Routing, rank: SimulatedRank | None = None
     ) -> StepTrace:

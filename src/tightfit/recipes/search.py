@@ -1,14 +1,12 @@
 """Finds what becomes of each recipe within a budget.
 
 Recipes that differ only in the optimizer have the same forward and backward. These are traced and priced once, without
-an optimizer's states (`variant_search`). Each optimizer then costs a short trace of its own phase, and a plan is solved
+an optimizer's states (`whole_step`). Each optimizer then costs a short trace of its own phase, and a plan is solved
 for the memory that its states leave.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit
@@ -24,12 +22,12 @@ from tightfit.planner.records import HostMemory
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import fastest
+from tightfit.planner.search.least import Way, least_way
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import step_host
 from tightfit.recipes.choices import least_bytes
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.records import Outcome, Recipe
-from tightfit.recipes.variant_search import VariantSearch
 from tightfit.recipes.variants import (
     Models,
     OptimizerOf,
@@ -39,9 +37,8 @@ from tightfit.recipes.variants import (
     with_recipe,
     without_optimizer,
 )
-from tightfit.runtime.nested import tensors_in
+from tightfit.recipes.whole_step import PartTracer, WholeStep, frugal_levers, rungs, trace_update_of, trained
 from tightfit.step import Batch, TokenBatch
-from tightfit.tracing.joined import joined
 from tightfit.tracing.record import StepTrace
 from tightfit.units import is_share_of, parse_budget
 
@@ -56,7 +53,7 @@ class Found:
     """An outcome, and what it rests on. `candidate` is None if nothing fits."""
 
     outcome: Outcome
-    variant: VariantSearch | None = None
+    variant: Search | None = None  # of forward and backward
     candidate: Candidate | None = None
 
     @property
@@ -72,9 +69,11 @@ class RecipeSearch:
     budget: int | str
     optimizer: OptimizerOf = optimizer_of
     notice: Notice = lambda line: None
-    searches: dict[Variant, VariantSearch] = field(default_factory=dict)
+    searches: dict[Variant, Search] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
-    updates: dict[tuple, StepTrace] = field(default_factory=dict)
+    updates: dict[tuple, StepTrace] = field(default_factory=dict)  # variants that train the same share them
+    steps: dict[tuple[Variant, str], WholeStep] = field(default_factory=dict)  # by variant and optimizer
+    least: dict[Variant, Way] = field(default_factory=dict)  # levers of about the least peak
     process_bytes: int = 0  # of the host's memory, beside tensors
 
     def __post_init__(self) -> None:
@@ -124,7 +123,8 @@ class RecipeSearch:
         """The outcomes of the recipes of one variant. One that cannot be tried is left out."""
         waiting = list(recipes)
         with leaving_out(lambda: waiting, self.left_out):
-            search, model, held = self.search_of(variant, recipes[0])
+            search, model = self.search_of(variant, recipes[0]), self.models.of(recipes[0])
+            held = held_bytes(model)
             limit = search.budget_bytes - UNSEEN_BYTES
             least = {r: least_bytes(r, model, held - streamable_bytes(search, r)) for r in recipes}
             waiting = [r for r in recipes if least[r] <= limit]
@@ -136,35 +136,47 @@ class RecipeSearch:
                 with leaving_out([recipe], self.left_out):
                     yield self.of_recipe(search, recipe)
 
-    def search_of(self, variant: Variant, first: Recipe) -> tuple[VariantSearch, nn.Module, int]:
-        """The search of a variant, its model, and the bytes of that model's weights."""
-        model = self.models.of(first)
-        held = held_bytes(model)
-        asked = without_optimizer(self.asked, first, model)
+    def search_of(self, variant: Variant, recipe: Recipe) -> Search:
+        """The search of a variant, to which the recipe belongs but for its step in backward. It shares its traces."""
         if variant not in self.searches:
-            request, frees = asked.checked(may_choose=True), variant.step_in_backward
-            self.searches[variant] = VariantSearch(request, self.budget, frees=frees, updates=self.updates)
-        return self.searches[variant], model, held
+            request = without_optimizer(self.asked, recipe, self.models.of(recipe)).checked(may_choose=True)
+            tracer = PartTracer(request, frees=variant.step_in_backward)
+            # No share of the plain peak, so a variant that arithmetic excludes has no trace.
+            self.searches[variant] = Search(request, self.budget, tracer=tracer, limit_bytes=self.budget_bytes)
+        return self.searches[variant]
+
+    def whole_step(self, recipe: Recipe) -> WholeStep:
+        """A recipe's step as joined traces. Raises the errors of `build_optimizer`."""
+        variant = Variant.of(recipe)
+        if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
+            variant = variant._replace(step_in_backward=True)
+        if (key := (variant, recipe.optimizer)) not in self.steps:
+            search, frees = self.search_of(variant, recipe), variant.step_in_backward
+            trains = (recipe.optimizer, frees, tuple(trained(search.request).items()))
+            if trains not in self.updates:
+                self.updates[trains] = trace_update_of(search, recipe.optimizer, frees=frees)
+            self.steps[key] = WholeStep(search, self.updates[trains], frees)
+        return self.steps[key]
 
     def hopeless(self, recipe: Recipe, least: int) -> Outcome:
         """A recipe whose weights, gradients and states alone exceed the budget, so nothing of it is traced."""
         return Outcome(recipe, False, least, least + UNSEEN_BYTES)
 
-    def of_recipe(self, search: VariantSearch, recipe: Recipe) -> Found:
+    def of_recipe(self, search: Search, recipe: Recipe) -> Found:
         if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
             return self.offloaded(search, recipe)
-        update = search.update(recipe.optimizer)
-        plain = search.plain_candidate(update)
+        step = self.whole_step(recipe)
+        plain = step.plain
         if search.excess(plain) <= 0:
             return self.found(search, recipe, plain)
-        fixed = search.update_peak(plain) + UNSEEN_BYTES
+        fixed = step.update_peak + UNSEEN_BYTES
         if fixed > search.budget_bytes:
             if streamable_bytes(search, recipe):
                 return self.planned(recipe, search)
             return Found(Outcome(recipe, False, plain.peak_bytes, fixed), search)
         needed: list[int] = []
-        for rung in search.rungs():
-            candidate, least = search.solved_for(update, rung, plain)
+        for rung in rungs(search):
+            candidate, least = step.solved_for(rung)
             if candidate is not None:
                 return self.found(search, recipe, candidate)
             needed.append(least)
@@ -172,37 +184,39 @@ class RecipeSearch:
             return self.planned(recipe, search)  # weights go, which the shared traces of the variant hold
         return Found(Outcome(recipe, False, plain.peak_bytes, min(needed)), search)
 
-    def offloaded(self, search: VariantSearch, recipe: Recipe) -> Found:
+    def offloaded(self, search: Search, recipe: Recipe) -> Found:
         """An optimizer whose states and gradients leave the device in backward, which is traced as the whole step.
 
         Its levers are those of a step that uses up each gradient at once and has no states.
         """
-        freeing = self.freeing(recipe)
+        freeing = self.search_of(Variant.of(replace(recipe, step_in_backward=True)), recipe)
         whole = self.whole_search(recipe, freeing)
         bound = freeing.budget_bytes - UNSEEN_BYTES
         if freeing.plain.peak_bytes <= bound:
             candidate = whole.trace_applied(whole.request.plain, {})
             if whole.excess(candidate) <= 0:
                 return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
-        rung = freeing.rungs()[0]
+        rung = rungs(freeing)[0]
+        base = freeing.baseline(rung)
         needed = freeing.plain.peak_bytes + UNSEEN_BYTES
         for left in reversed(range(OFFLOADED_AGAIN)):
-            levers = freeing.choice_within(rung, bound) if left else None
+            within = base.choice_within(bound) if left else None
             # The last one is of the least peak: what the allocator cannot use follows no bound.
-            candidate = whole.trace_applied(rung, *(freeing.least_choice(rung) if levers is None else levers))
+            choice = base.least_choice if within is None else within
+            candidate = whole.trace_applied(rung, base.policies(choice), base.priced, choice)
             excess = whole.excess(candidate)
             if excess <= 0:
                 return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
             needed = candidate.needed_bytes
             bound -= excess
-            if levers is None:
+            if within is None:
                 break
         if streamable_bytes(search, recipe):
             return self.planned(recipe, search)
-        least = freeing.least_of(rung) + UNSEEN_BYTES
-        return Found(Outcome(recipe, False, needed, max(least, search.budget_bytes + 1)), freeing)
+        least = max(base.least_bytes + UNSEEN_BYTES, search.budget_bytes + 1)
+        return Found(Outcome(recipe, False, needed, least), freeing)
 
-    def whole_search(self, recipe: Recipe, variant: VariantSearch, plain: StepTrace | None = None) -> Search:
+    def whole_search(self, recipe: Recipe, variant: Search, plain: StepTrace | None = None) -> Search:
         """A search whose traces are of the recipe's whole step. Its blocks are the variant's."""
         # The budget is no share of the plain peak, so it needs no trace of the plain step.
         return Search(
@@ -213,20 +227,14 @@ class RecipeSearch:
             limit_bytes=variant.budget_bytes,
         )
 
-    def freeing(self, recipe: Recipe) -> VariantSearch:
-        """The search of the recipe's variant with the step in backward."""
-        variant = Variant.of(replace(recipe, step_in_backward=True))
-        if variant not in self.searches:
-            asked = without_optimizer(self.asked, recipe, self.models.of(recipe))
-            self.searches[variant] = VariantSearch(asked.checked(may_choose=True), self.budget, frees=True)
-        return self.searches[variant]
-
     def last_resort(self, found: Found) -> Found:
         """A recipe that does not fit, with the levers of least memory, which take many traces to find."""
         recipe, search = found.recipe, found.variant
         if search is None or parse_optimizer(recipe.optimizer).kind == OFFLOADED:
             return found
-        last = search.last_resort(search.update(recipe.optimizer))
+        step = self.whole_step(recipe)
+        # No search for better levers than the frugal ones would find what fits where states alone exceed the budget.
+        last = step.at_last(Way(*frugal_levers(search)) if step.stays_over else self.least_way_of(recipe, search))
         if last is not None and search.excess(last) <= 0:
             found = self.found(search, recipe, last)
         elif last is not None:
@@ -235,7 +243,13 @@ class RecipeSearch:
         self.notice(_line(found.outcome))
         return found
 
-    def found(self, search: VariantSearch, recipe: Recipe, candidate: Candidate) -> Found:
+    def least_way_of(self, recipe: Recipe, search: Search) -> Way:
+        """The levers of about the least peak of a recipe's variant."""
+        if (variant := Variant.of(recipe)) not in self.least:
+            self.least[variant], _ = least_way(search, search.plain)
+        return self.least[variant]
+
+    def found(self, search: Search, recipe: Recipe, candidate: Candidate) -> Found:
         """A candidate that fits, as an outcome."""
         return Found(self.outcome(search, recipe, candidate), search, candidate)
 
@@ -273,7 +287,7 @@ class RecipeSearch:
 
     # Traced whole
 
-    def planned(self, recipe: Recipe, variant: VariantSearch | None = None) -> Found:
+    def planned(self, recipe: Recipe, variant: Search | None = None) -> Found:
         """A recipe planned as `tightfit.plan` would."""
         search = Search(self.asked_for(recipe).checked(may_choose=True), self.budget)
         try:
@@ -288,10 +302,8 @@ class RecipeSearch:
         outcome, variant, candidate = found.outcome, found.variant, found.candidate
         if outcome.plan is not None or variant is None or candidate is None:
             return found
-        update = variant.update(outcome.recipe.optimizer)
         # The plain step is known; a trace of it would say the same again.
-        plain = joined(variant.plain, update, on_cuda=variant.on_cuda)
-        search = self.whole_search(outcome.recipe, variant, plain)
+        search = self.whole_search(outcome.recipe, variant, self.whole_step(outcome.recipe).plain.trace)
         search.routing_matters = search.plain.peak_depends_on_data
         if parse_optimizer(outcome.recipe.optimizer).kind == OFFLOADED and not search.routing_matters:
             whole = candidate  # it was traced as the whole step when it was found
@@ -305,7 +317,7 @@ class RecipeSearch:
         return Found(self.outcome(search, outcome.recipe, whole, as_plan(search, whole)), variant, whole)
 
 
-def streamable_bytes(search: VariantSearch, recipe: Recipe) -> int:
+def streamable_bytes(search: Search, recipe: Recipe) -> int:
     """Bytes of weights that need not be on the device, but for those of the blocks that run; 0 where none may leave."""
     if not search.request.may(Stream):
         return 0
@@ -323,12 +335,6 @@ def token_count(batch: Batch) -> int | None:
     if isinstance(batch, dict) and "input_ids" in batch:
         return batch["input_ids"].numel()
     return None
-
-
-def batch_bytes(batch: Batch) -> int:
-    """Bytes of a batch's tensors."""
-    tensors = batch.tensors() if isinstance(batch, TokenBatch) else batch
-    return sum(tensor.nbytes for tensor in tensors_in(tensors))
 
 
 def _weight_bits(variant: Variant) -> int:

@@ -123,7 +123,8 @@ class _Share:
     def _row(self, found: Found) -> tuple[Outcome, bool]:
         # A plan holds its model, which stays where it is.
         outcome = found.outcome if self.is_only else replace(found.outcome, plan=None)
-        return outcome, found.variant is not None and found.variant.is_small
+        # Only rows that fit are traced again, and one that arithmetic excludes has no trace to count.
+        return outcome, outcome.fits and found.variant is not None and found.variant.is_small
 
 
 class Shares:

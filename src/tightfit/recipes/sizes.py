@@ -15,10 +15,11 @@ from torch import nn
 from tightfit.models.loading import position_limit
 from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.search.candidates import UNSEEN_BYTES
+from tightfit.planner.search.search import Search
 from tightfit.recipes.records import Largest
 from tightfit.recipes.search import Found, RecipeSearch
-from tightfit.recipes.variant_search import VariantSearch
 from tightfit.recipes.variants import Variant
+from tightfit.recipes.whole_step import Levers, frugal_levers, keeping_attention
 from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import state_bytes
 
@@ -111,6 +112,7 @@ class Sizes:
     search: RecipeSearch
     points: dict[tuple[Variant, str, int], _Points] = field(default_factory=dict)
     recomputing: set[Variant] = field(default_factory=set)  # variants whose peak no kept attention lowers
+    levers: dict[int, tuple[Levers, Levers | None]] = field(default_factory=dict)  # of a search, by its id
 
     def of(self, found: Found, *, confirm: bool) -> Found:
         """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
@@ -180,8 +182,8 @@ class Sizes:
         variant = Variant.of(found.recipe)
         if variant in self.recomputing:
             return fits
-        kept = self._sized(found, dimension.shape(fits)).part_keeping_attention()
-        if kept is None or kept >= points[fits]:
+        _, keeping = self._levers(found)
+        if keeping is None or (kept := self._peak(found, dimension.shape(fits), keeping)) >= points[fits]:
             self.recomputing.add(variant)
             return fits
         step = dimension.multiple_of
@@ -192,9 +194,7 @@ class Sizes:
             value = (low + high) // 2 // step * step
             if value - low < max(step, NOT_WORTH_A_RUN * low):
                 break
-            search = self._sized(found, dimension.shape(value))
-            assert search.keeping_attention is not None, "its part was run"
-            excess = search.excess(search.candidate(search.update(found.recipe.optimizer), *search.keeping_attention))
+            _, excess = self._peak_and_excess(found, dimension.shape(value), keeping)
             low, high = (value, high) if excess <= 0 else (low, value)
         return low
 
@@ -243,24 +243,36 @@ class Sizes:
         assert variant is not None, "asked by the caller"
         assert candidate is not None, "a recipe that fits"
         if parse_optimizer(found.recipe.optimizer).kind == OFFLOADED:
-            part = variant.applied_part(candidate.combination, candidate.policies, candidate.joined)
+            part = variant.whole(candidate.combination, candidate.policies, candidate.joined)
             return max(0, candidate.peak_bytes - part.peak_bytes)
-        update = variant.update(found.recipe.optimizer)
-        return state_bytes(update) + variant.added_by_allocator(update)
+        step = self.search.whole_step(found.recipe)
+        return state_bytes(step.update) + step.added_by_allocator
 
-    def _peak(self, found: Found, shape: Shape) -> int:
-        search = self._sized(found, shape)
-        return search.applied_part(*search.frugal).peak_bytes
+    def _levers(self, found: Found) -> tuple[Levers, Levers | None]:
+        """Levers of little memory, and those that keep attention, where that is possible."""
+        search = found.variant
+        assert search is not None, "asked by the caller"
+        if id(search) not in self.levers:  # a search lives as long as its recipes
+            frugal = frugal_levers(search)
+            self.levers[id(search)] = frugal, keeping_attention(search, frugal)
+        return self.levers[id(search)]
 
-    def _peak_and_excess(self, found: Found, shape: Shape) -> tuple[int, int]:
+    def _peak(self, found: Found, shape: Shape, levers: Levers | None = None) -> int:
+        """The peak of forward and backward, with the frugal levers or others."""
+        return self._sized(found, shape).whole(*(levers or self._levers(found)[0])).peak_bytes
+
+    def _peak_and_excess(self, found: Found, shape: Shape, levers: Levers | None = None) -> tuple[int, int]:
         """The peak of forward and backward, and the bytes by which the whole step exceeds the budget."""
-        search = self._sized(found, shape)
-        combination, policies = search.frugal
-        step = search.candidate(search.update(found.recipe.optimizer), combination, policies)
-        return search.applied_part(combination, policies).peak_bytes, search.excess(step)
+        search, levers = self._sized(found, shape), levers or self._levers(found)[0]
+        step = replace(self.search.whole_step(found.recipe), shared=search)
+        return search.whole(*levers).peak_bytes, search.excess(step.candidate(*levers))
 
-    def _sized(self, found: Found, shape: Shape) -> VariantSearch:
-        """The variant's search with a batch of another shape."""
-        assert found.variant is not None, "asked by the caller"
-        batch = self.search.asked.batch
-        return found.variant.with_batch(batch if shape == shape_of(batch) else resized(batch, *shape))
+    def _sized(self, found: Found, shape: Shape) -> Search:
+        """The variant's search with a batch of another shape, whose plain step is not traced."""
+        search, batch = found.variant, self.search.asked.batch
+        assert search is not None, "asked by the caller"
+        if shape == shape_of(batch):
+            return search
+        request = search.request.but(batch=resized(batch, *shape))
+        tracer = replace(search.tracer, request=request)
+        return Search(request, search.budget, tracer=tracer, known_paths=search.paths, limit_bytes=search.budget_bytes)

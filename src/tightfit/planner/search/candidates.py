@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.planner.blocks.pricing import Priced
-from tightfit.planner.blocks.solve import Chain
+from tightfit.planner.blocks.solve import Chain, least_peak, solve
 from tightfit.planner.levers import Combination
 from tightfit.tracing.record import Category, StepTrace
 
@@ -53,6 +53,27 @@ class Baseline:
     def chain(self) -> Chain:
         assert self.priced is not None, "there are blocks"
         return self.priced.chain
+
+    @property
+    def least_bytes(self) -> int:
+        """The least peak of the choices inside blocks, as priced."""
+        return self.peak_bytes if self.priced is None else least_peak(self.priced.chain).peak_bytes
+
+    @property
+    def least_choice(self) -> tuple[int, ...]:
+        """The choice inside blocks of the least peak."""
+        return () if self.priced is None else least_peak(self.priced.chain).choice
+
+    def choice_within(self, bound: int) -> tuple[int, ...] | None:
+        """The fastest choice inside blocks whose peak, as priced, is within a bound; None if none is."""
+        if self.priced is None:
+            return () if self.peak_bytes <= bound else None
+        found = solve(self.priced.chain, bound)
+        return None if found is None else found.choice
+
+    def policies(self, choice: tuple[int, ...]) -> dict[str, Policy]:
+        """The policies of the blocks in a choice."""
+        return {} if self.priced is None else self.priced.policies(choice)
 
 
 def describe_levers(combination: Combination, policies: Mapping[str, Policy], blocks: int, joined: int = 0) -> str:

@@ -98,10 +98,6 @@ class Search:
         found = [find_blocks(self.request.model, self.request.blocks, trace) for trace in traces]
         return {path: RECOMPUTE_ALL for paths in found for path in paths if path not in self.paths}
 
-    def paths_of(self, candidate: Candidate) -> list[str]:
-        """The paths of the blocks that a candidate's plan decides about."""
-        return [*self.paths, *(self.elsewhere if candidate.policies else ())]
-
     def step(self, plain: StepTrace | None = None) -> PlainStep:
         """The plain step as levers see it. `plain` replaces the search's own trace by another one of the same model,
         which saves a trace.
@@ -114,7 +110,7 @@ class Search:
     def plain(self) -> StepTrace:
         """The step with no lever."""
         if self.known_plain is None:
-            self.known_plain = self.tracer.plain()
+            self.known_plain = self.whole(self.request.plain, {})
         return self.known_plain
 
     @property

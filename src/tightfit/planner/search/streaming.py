@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from tightfit.planner.blocks.solve import least_peak
 from tightfit.planner.levers import Combination, Role, Stream
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
@@ -78,7 +77,6 @@ def _least(search: Search, combination: Combination) -> None:
 def fewest(search: Search, base: Combination, settings: Sequence[Stream]) -> int:
     """The fewest streamed blocks that may fit: all streamed at their least, and as many back as the rest takes."""
     baseline = search.baseline(base.with_lever(settings[-1]))
-    least = baseline.peak_bytes if baseline.priced is None else least_peak(baseline.priced.chain).peak_bytes
-    room = search.budget_bytes - UNSEEN_BYTES - least
+    room = search.budget_bytes - UNSEEN_BYTES - baseline.least_bytes
     back = (count for count, each in enumerate(settings, start=1) if settings[-1].bytes - each.bytes <= room)
     return next(back, len(settings))  # a trace as applied may fit where the sum does not

@@ -1,0 +1,219 @@
+"""The step of a recipe from two traces: forward and backward, which optimizers share, and an optimizer's own phase.
+
+A `Search` whose tracer is a `PartTracer` traces and prices forward and backward once, for all optimizers. `WholeStep`
+joins them to the phase of one optimizer, and solves the levers for the memory that its states leave.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tightfit.devices.families import Family, family_of
+from tightfit.errors import LeverError
+from tightfit.levers.recompute import RECOMPUTE_ALL, OperatorKey, Policy
+from tightfit.planner.blocks.pricing import Priced
+from tightfit.planner.blocks.solve import least_peak, solve
+from tightfit.planner.levers import Combination, MicroBatches, Role
+from tightfit.planner.request import Request, Tracer
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.least import Way
+from tightfit.planner.search.search import Search
+from tightfit.recipes.variants import held_bytes
+from tightfit.tracing.joined import joined, state_bytes
+from tightfit.tracing.record import Category, Phase, StepTrace
+from tightfit.tracing.rules import Routing
+from tightfit.tracing.step import trace_part, trace_update
+
+Levers = tuple[Combination, dict[str, Policy]]
+SOLVED_AGAIN = 4  # how often a choice whose trace is over the budget is solved again
+LOGITS = 4  # tensors of the logits' size that a plain loss holds at once
+IN_A_BLOCK = 4  # calls of attention in a block, at most
+COUNTS = 4  # numbers of micro-batches that are tried, the fewest first
+
+
+@dataclass(frozen=True)
+class PartTracer(Tracer):
+    """Traces forward and backward without an optimizer's states, and nothing else: its whole step is this part.
+
+    `frees` says that each gradient is used up at once.
+    """
+
+    frees: bool = False
+
+    def whole(
+        self,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        joined: Sequence[str] = (),
+        routing: Routing = Routing.BALANCED,
+    ) -> StepTrace:
+        return self.part(combination, policies, joined=joined)
+
+    def part(
+        self,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        plain: StepTrace | None = None,
+        joined: Sequence[str] = (),
+        *,
+        compared: bool = False,
+    ) -> StepTrace:
+        request = self.request
+        with self.applied(combination, policies, joined, compared):
+            return trace_part(
+                request.model,
+                request.parts(combination.micro_batches),
+                request.loss,
+                settings=request.settings,
+                state_bytes=0,
+                with_gradient=list(trained(request)),
+                cost=request.cost,
+                executor=request.executor,
+                role=request.role,
+                in_backward=self.frees,
+            )
+
+
+def trained(request: Request) -> dict[str, object]:
+    """The parameters that a step trains: shapes and dtypes by name."""
+    return {name: (p.shape, p.dtype) for name, p in request.model.named_parameters() if p.requires_grad}
+
+
+def trace_update_of(shared: Search, optimizer: str, *, frees: bool) -> StepTrace:
+    """The phase of the optimizer of this name after a shared part. Raises the errors of `build_optimizer`."""
+    request = shared.request
+    return trace_update(
+        request.model,
+        optimizer,
+        settings=request.settings,
+        with_gradient=shared.plain.with_gradient or list(trained(request)),
+        cost=request.cost,
+        role=request.role,
+        one_by_one=frees,
+    )
+
+
+# Levers
+
+
+def rungs(search: Search) -> list[Combination]:
+    """The combinations to solve, from the fastest to the one of least memory: with all levers that keep the step's
+    count of micro-batches, then with more of those.
+    """
+    combinations = search.combinations()
+    counts = sorted({c.micro_batches for c in combinations})
+    fewest, more = counts[:1], counts[1:]
+    stride = max(1, -(-len(more) // COUNTS))
+    picked = [*fewest, *more[::-1][::stride][::-1]]
+    # The last of a count has every other lever. A chunked loss costs next to no time, and leaves more to keep.
+    return [[c for c in combinations if c.micro_batches == count][-1] for count in picked]
+
+
+def frugal_levers(search: Search) -> Levers:
+    """Levers of little memory: all of the first rung, and every block at its least."""
+    policies = [kind.frugal_policy(search.request.levers) for kind in search.of_role(Role.INSIDE_BLOCKS)]
+    return rungs(search)[0], dict.fromkeys(search.paths, policies[-1]) if policies else {}
+
+
+def keeping_attention(search: Search, frugal: Levers) -> Levers | None:
+    """The frugal levers with attention kept in every block; None where the model has none, or more than recompute is
+    allowed.
+    """
+    combination, policies = frugal
+    if not policies or any(policy != RECOMPUTE_ALL for policy in policies.values()):
+        return None
+    names = {each.name for each in search.plain.operators if family_of(each.name) is Family.ATTENTION}
+    kept = frozenset(OperatorKey(name, number) for name in names for number in range(IN_A_BLOCK))
+    return (combination, dict.fromkeys(policies, Policy(kept))) if names else None
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """A step with one optimizer: its shared forward and backward, and the trace of the optimizer's phase."""
+
+    shared: Search
+    update: StepTrace
+    frees: bool = False  # each gradient is used up at once
+
+    def candidate(
+        self,
+        combination: Combination,
+        policies: dict[str, Policy],
+        paths: tuple[str, ...] = (),
+        priced: Priced | None = None,
+        choice: tuple[int, ...] = (),
+    ) -> Candidate:
+        """The step with these levers, and the blocks at `paths` joined to the next ones."""
+        part = self.shared.whole(combination, policies, paths)
+        trace = joined(part, self.update, on_cuda=self.shared.request.role is not None)
+        return Candidate(combination, policies, paths, trace, priced, choice)
+
+    @cached_property
+    def plain(self) -> Candidate:
+        """The step with no lever."""
+        return self.candidate(self.shared.request.plain, {})
+
+    @property
+    def update_peak(self) -> int:
+        """The highest level of the optimizer's phase, which no lever lowers; 0 with the step in backward."""
+        return 0 if self.frees else self.plain.trace.phase_peaks()[Phase.OPTIMIZER]
+
+    @property
+    def added_by_allocator(self) -> int:
+        """Bytes that the allocator adds to the sums over tensors, as in the plain step."""
+        sums = max(self.shared.plain.peak_bytes + state_bytes(self.update), self.update_peak)
+        return max(0, self.plain.peak_bytes - sums)
+
+    def solved_for(self, rung: Combination) -> tuple[Candidate | None, int]:
+        """The fastest candidate of a rung that fits, None if none does; and the least bytes that the rung needs."""
+        search = self.shared
+        if rung not in search.priced and rung != search.request.plain and self._may_do(rung):
+            found = self.candidate(rung, {})
+            if search.excess(found) <= 0:
+                return found, found.needed_bytes
+        priced = search.baseline(rung).priced
+        if priced is None:
+            found = self.candidate(rung, {})
+            return (found if search.excess(found) <= 0 else None), found.needed_bytes
+        # What the allocator adds to the sums, as in the plain step; the trace as applied has the last word.
+        beside = state_bytes(self.update) + self.added_by_allocator
+        bound = search.budget_bytes - UNSEEN_BYTES - beside
+        least = max(least_peak(priced.chain).peak_bytes + beside, self.update_peak) + UNSEEN_BYTES
+        for _ in range(SOLVED_AGAIN):
+            solution = solve(priced.chain, bound)
+            if solution is None:
+                break
+            found = self.candidate(rung, priced.policies(solution.choice), (), priced, solution.choice)
+            excess = search.excess(found)
+            if excess <= 0:
+                return found, found.needed_bytes
+            bound = min(bound, solution.peak_bytes) - excess
+        if least <= search.budget_bytes:
+            # A lower bound is no lower excess where the allocator's segments are what is too large.
+            choice = least_peak(priced.chain).choice
+            found = self.candidate(rung, priced.policies(choice), (), priced, choice)
+            if search.excess(found) <= 0:
+                return found, found.needed_bytes
+        return None, max(least, search.budget_bytes + 1)
+
+    def _may_do(self, rung: Combination) -> bool:
+        """True if a rung's levers may be enough without recompute: pricing its blocks takes several traces."""
+        # A chunked loss saves the logits, which are the largest tensors of forward, and a few tensors of their size.
+        activations = (s.bytes for s in self.plain.trace.storages if s.category is Category.ACTIVATION)
+        over, parts = self.shared.excess(self.plain), self.shared.request.micro_batches
+        return over <= LOGITS * max(activations, default=0) or rung.micro_batches > parts
+
+    @property
+    def stays_over(self) -> bool:
+        """True if weights, gradients and states alone exceed the budget."""
+        stays = max(self.update_peak, held_bytes(self.shared.request.model))
+        return stays + UNSEEN_BYTES > self.shared.budget_bytes
+
+    def at_last(self, way: Way) -> Candidate | None:
+        """The step with levers of least memory, which need not fit; None if they cannot be applied."""
+        count = rungs(self.shared)[-1].get(MicroBatches)
+        combination = way.combination.without(MicroBatches).with_lever(count)
+        try:
+            return self.candidate(combination, dict(way.policies), way.joined)
+        except LeverError:  # a module that cannot be tiled
+            return None
