@@ -19,10 +19,9 @@ from tightfit.planner.search import fastest
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.ranks.world import World
 from tightfit.recipes.choices import Wanted, least_bytes_of_rank
-from tightfit.recipes.finding_of_ranks import RanksFinder
-from tightfit.recipes.of_ranks import recipes_of_ranks, sizes_of
+from tightfit.recipes.of_ranks import RankStep, recipes_of_ranks, sizes_of
 from tightfit.recipes.records import Recipe
-from tightfit.recipes.sizes_of_ranks import RankStep
+from tightfit.recipes.ways_out import Finder
 from tightfit.training.config import AdapterConfig
 from tiny_adapters import adapted, saved_llama
 
@@ -217,7 +216,7 @@ def refused(budget, batch=BATCH, **asked):
 
 
 def finder_of(error):
-    return RanksFinder(error.refusal)
+    return Finder(error.refusal)
 
 
 def kept(way, budget):

@@ -20,10 +20,10 @@ from tightfit.ranks.world import world_of
 from tightfit.recipes.choices import ADAPTER, Wanted, install_line, not_installed, recipes_for
 from tightfit.recipes.leaving_out import LeftOut, in_words
 from tightfit.recipes.listed import Recipes
-from tightfit.recipes.of_ranks import RanksSearch, recipes_of_ranks
+from tightfit.recipes.of_ranks import outcomes_of_ranks, recipes_of_ranks
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Autocast, Dtype, Outcome, Recipe
-from tightfit.recipes.search import RecipeSearch
+from tightfit.recipes.search import RecipeSearch, budget_of_recipes
 from tightfit.recipes.shares import Row, Shares
 from tightfit.recipes.variants import OptimizerOf, optimizer_of
 from tightfit.runtime.outside import outside_training
@@ -146,19 +146,20 @@ def recipes_of(
     if budget is None:
         budget = "100%" if device.kind == "cuda" else "80%"
     if (world := world_of(asked.step.world_size, asked.step.nodes, asked.step.parallel)) is not None:
-        ranks = RanksSearch(asked, world, budget, optimizer, notice or _say_nothing, processes)
         tried = recipes_of_ranks(asked, wanted, may_adapt=not isinstance(asked.model, Decoder))
         if not tried:
             raise InputError(f"{NOTHING_TO_TRY}{NO_ADAPTERS}, and need peft: {install_line(['hf'])}")
-        if not (outcomes := ranks.run(tried)):
-            raise _nothing_tried(ranks.left_out)
+        how = {"optimizer": optimizer, "notice": notice or _say_nothing, "processes": processes}
+        outcomes, left_out = outcomes_of_ranks(asked, world, budget, tried, **how)
+        if not outcomes:
+            raise _nothing_tried(left_out)
         return Recipes(
             outcomes=tuple(outcomes),
             device=device.name,
-            budget_bytes=ranks.budget_bytes,
+            budget_bytes=budget_of_recipes(asked, budget),
             batch=describe_batch(asked.batch),
             model=name or type(asked.model).__name__,
-            notes=in_words(ranks.left_out),
+            notes=in_words(left_out),
         )
     search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing, process_bytes=host_of(asked).process)
     may_adapt, clips = not isinstance(asked.model, Decoder), asked.step.grad_clip is not None

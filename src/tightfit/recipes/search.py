@@ -8,7 +8,6 @@ for the memory that its states leave.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, CannotFit
 from tightfit.levers.stream import streamable_weights
 from tightfit.names import OFFLOADED, parse_optimizer
@@ -77,18 +76,12 @@ class RecipeSearch:
     process_bytes: int = 0  # of the host's memory, beside tensors
 
     def __post_init__(self) -> None:
-        if is_share_of(self.budget, "x"):
-            raise BudgetError(f"budget {self.budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
+        self.budget_bytes = budget_of_recipes(self.asked, self.budget)
         self.models = Models(self.asked.model)
 
     def asked_for(self, recipe: Recipe) -> Request:
         """The arguments of a plan for a recipe."""
         return with_recipe(self.asked, recipe, self.models.of(recipe), self.optimizer)
-
-    @property
-    def budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return parse_budget(self.budget, device_bytes=lookup(self.asked.step.device).memory_bytes)
 
     def parts(self, recipes: Sequence[Recipe]) -> list[list[Recipe]]:
         """The recipes in parts that share no trace. Those of the smallest weights come first: where anything fits, they
@@ -326,6 +319,13 @@ def streamable_bytes(search: Search, recipe: Recipe) -> int:
     blocks = streamable_weights(model, find_blocks(model, search.request.blocks), trained=trained)
     sizes = [sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in b}.values()) for b in blocks]
     return sum(sizes) - max(sizes, default=0)
+
+
+def budget_of_recipes(asked: Request, budget: int | str) -> int:
+    """The budget in bytes, the same for all recipes. Raises `BudgetError`."""
+    if is_share_of(budget, "x"):
+        raise BudgetError(f"budget {budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
+    return parse_budget(budget, device_bytes=asked.device.memory_bytes)
 
 
 def token_count(batch: Batch) -> int | None:

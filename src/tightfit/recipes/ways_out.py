@@ -1,20 +1,512 @@
-"""The ways out of a refusal, which `CannotFit` looks for by the name of this file."""
+"""Finds ways out where a step does not fit: other levers, other recipes, another size of the batch, another card.
 
+Each way is run dry, with its levers on, and fits if that trace is within the budget. A way whose weights, gradients and
+states alone exceed the budget is not run. The search goes by rank and stops where enough ways of a rank fit.
+
+Where no rank of several cards fits, the other engine and more cards are ways too. A way of theirs is played first with
+the levers of about the least memory. One that fits so is planned for all ranks, as it will be when somebody takes it,
+and has that plan's figures.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tightfit.devices.known import known_devices
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import CannotFit, LeverError
+from tightfit.levers.micro_batch import batch_size
 from tightfit.memory.allocator import old_objects_left_alone
+from tightfit.planner.levers import Exactness, Role, allowed_levers, lever_types
 from tightfit.planner.refusal import Refusal
-from tightfit.recipes.finding import Finder
-from tightfit.recipes.finding_of_ranks import RanksFinder
-from tightfit.recipes.ways import WaysOut
+from tightfit.planner.request import Request, optimizer_peak
+from tightfit.planner.search.bisection import rough_bound
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.least import as_it_will_run, least_way, peak_of, sized
+from tightfit.planner.search.of_ranks import search_ranks
+from tightfit.planner.search.search import Search
+from tightfit.ranks.world import World
+from tightfit.recipes import neighbours
+from tightfit.recipes.choices import EXTRAS, install_line, installed, least_bytes, least_bytes_of_rank, missing_packages
+from tightfit.recipes.lines import (
+    Lines,
+    change_in_words,
+    in_short,
+    keywords_of,
+    lines_for,
+    overrides_of,
+    remakes_optimizer,
+    yaml_of,
+)
+from tightfit.recipes.records import NOTHING, PRODUCTS, ROUNDING, Recipe
+from tightfit.recipes.smaller import length_of, shortened, with_rows
+from tightfit.recipes.variants import Models, held_bytes, with_recipe
+from tightfit.recipes.ways import Kind, WayOut, WaysOut, ranked
 from tightfit.runtime.outside import outside_training
+from tightfit.step import Batch, TokenBatch
+from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import real_tensors
+from tightfit.units import is_share_of
+
+ENOUGH = 4  # ways of a rank after which its other ways are not tried
+TOKENS = 64  # a sequence length that matrix units like
+CARDS = 4  # cards that are tried for a recipe, the smallest first
+MOST_CARDS = 64  # that are tried together; more are a matter for whoever has them
+NEARLY = 0.1  # of the budget, by which a rank with all blocks recomputed may exceed it and still be planned
+OF_A_NODE = 8  # cards, beyond which a training is spread over several nodes
 
 
 @outside_training()
 @old_objects_left_alone()
 @real_tensors()
 def ways_out_of(refusal: Refusal | None) -> WaysOut:
-    """The ways out of a refusal, ranked; none where no plan was asked for."""
-    if refusal is None:
-        return WaysOut()
-    finder = Finder if refusal.search.request.world is None else RanksFinder
-    return finder(refusal).found()
+    """The ways out of a refusal, ranked; none where no plan was asked for. `CannotFit` asks for it by its name."""
+    return WaysOut() if refusal is None else Finder(refusal).found()
+
+
+def cards_by_memory() -> list[tuple[str, DeviceSpec]]:
+    """The cards of the list, the smallest first: for each size of memory, the one of the newest kind."""
+    known = [(key, device.spec) for key, device in known_devices().items()]
+    newest: dict[int, tuple[str, DeviceSpec]] = {}
+    for key, spec in sorted(known, key=lambda each: (each[1].compute_capability or (0, 0), each[0])):
+        newest[spec.memory_bytes] = key, spec
+    return [newest[size] for size in sorted(newest)]
+
+
+@dataclass
+class Trial:
+    """One way to try. `recipe` and `levers` are those of the whole step, changed or not."""
+
+    kind: Kind
+    recipe: Recipe
+    levers: frozenset[str]
+
+
+@dataclass
+class Finder:
+    """Mutable: the ways found so far, what was tried for them, and the models built."""
+
+    refusal: Refusal
+    ways: list[WayOut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    begun: set[tuple[Recipe, frozenset[str]]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        search = self.refusal.search
+        self.search = search
+        self.world = search.request.world
+        self.device: DeviceSpec = search.request.device
+        # Figures of the device, not its name: all dry runs have the same ones. No share of the plain peak, which is
+        # another one for each recipe.
+        self.asked = search.request.but(device=self.device)
+        self.budget: int | str = search.budget if is_share_of(search.budget, "%") else search.budget_bytes
+        self.recipe = neighbours.recipe_of(search.request)
+        self.levers = search.request.levers
+        self.models = Models(search.request.model)
+
+    def found(self) -> WaysOut:
+        for rank in self.ranks:
+            with self.untried("a further way"):
+                rank()
+        return WaysOut(ranked(self.ways), self.search.budget_bytes, tuple(dict.fromkeys(self.notes)))
+
+    # Ranks
+
+    @property
+    def ranks(self) -> list[Callable[[], None]]:
+        """The remedies that are tried, the best first."""
+        recipes = [self.try_exact, self.try_rounding, self.try_inexact]
+        if self.world is not None:
+            tried = [] if self.refusal.recipes_tried else recipes
+            return [self.try_sharding, *tried, self.try_sizes, self.try_more_cards, self.try_cards]
+        return [*([] if self.refusal.recipes_tried else (*recipes, self.try_sizes)), self.try_cards]
+
+    def try_sharding(self) -> None:
+        """FSDP2 in the place of DDP, on as many cards."""
+        if self.world is None or self.world.parallel != "ddp":
+            return
+        world = World(self.world.size, "fsdp2", self.world.nodes)
+        # FSDP2 casts weights and activations itself, where autocast casts what goes into products.
+        kind, changes = ("rounding", ROUNDING) if self.recipe.precision == "fp32" else ("inexact", PRODUCTS)
+        self.on_world(kind, "FSDP2", changes, self.world, world)
+
+    def try_exact(self) -> None:
+        """Try remedies that change no bit and that the user did not request: states on the host, the step in backward,
+        further levers.
+        """
+        recipes = list(self.exact_recipes())
+        all_exact = self.levers | self.exact_levers()
+        self.any_of(Trial("exact", recipe, self.levers) for recipe in recipes)
+        if all_exact != self.levers:
+            self.any_of([Trial("exact", self.recipe, all_exact)])
+        if not self.has("exact") and all_exact != self.levers:
+            self.any_of(Trial("exact", recipe, all_exact) for recipe in recipes)
+
+    def try_rounding(self) -> None:
+        """Try remedies that are exact to rounding: micro-batches, the loss in chunks, AdamW in one kernel."""
+        wider = self.levers | allowed_levers("rounding")
+        fused = list(self.fused())
+        trials = [Trial("rounding", recipe, self.levers) for recipe in fused]
+        if wider != self.levers:
+            trials.append(Trial("rounding", self.recipe, wider))
+        self.any_of(trials)
+        if not self.has("exact", "rounding"):
+            every = wider | self.exact_levers()
+            both = [self.recipe, *self.exact_recipes(), *fused, *(r for f in fused for r in self.stepping(f))]
+            self.first_of(Trial("rounding", recipe, every) for recipe in both)
+
+    def try_inexact(self) -> None:
+        """Try remedies that change the numbers: 16-bit products or weights, 8-bit states, low-rank adapters."""
+        request = self.search.request
+        cast = neighbours.autocast(request, self.recipe)
+        narrow = neighbours.narrow_weights(request, self.recipe) if self.refusal.may_convert else []
+        low = [r for r in neighbours.frugal_optimizers(request, self.recipe) if r.changed != self.recipe.changed]
+        if self.world is not None and self.world.parallel != "ddp":
+            # Most other optimizers do not run on shards, so the weights alone change.
+            low, narrow = [replace(each, optimizer=self.recipe.optimizer) for each in narrow[:1]], []
+        adapters = self.adapted()
+        widest = self.levers | allowed_levers("rounding") | self.exact_levers()
+        for levers in dict.fromkeys((self.levers, widest)):
+            single = [*([] if cast is None else [cast]), *low[:1]]
+            self.any_of(Trial("inexact", recipe, levers) for recipe in single)
+            self.first_of(Trial("inexact", recipe, levers) for recipe in narrow)
+            self.first_of(Trial("inexact", recipe, levers) for recipe in adapters)
+            if self.has("inexact"):
+                return
+            both = [replace(n, optimizer=each.optimizer) for n in narrow[:1] for each in low]
+            both += [r for each in (*low, *both) for r in self.stepping(each)]
+            self.first_of(Trial("inexact", recipe, levers) for recipe in (*low[1:], *both))
+            if self.has("inexact"):
+                return
+
+    def try_sizes(self) -> None:
+        """A shorter sequence, and a smaller batch: the largest that fits with the levers that are allowed."""
+        if self.has("exact", "rounding"):
+            return
+        if optimizer_peak(self.search.plain) + UNSEEN_BYTES > self.search.budget_bytes:
+            return  # weights, gradients and states do not depend on the batch
+        batch = self.asked.batch
+        length = length_of(batch)
+        if length is not None and length > 1:
+            unit = TOKENS if length > TOKENS else 1
+            self.try_size("sequence", shortened, (length - 1) // unit, unit)
+        try:
+            rows = batch_size(batch)
+        except LeverError:  # no tensor with rows
+            return
+        unit = self.asked.micro_batches * getattr(self.asked.loss, "rows_together", 1)
+        if rows > unit:
+            self.try_size("batch", with_rows, rows // unit - 1, unit)
+
+    def try_size(self, what: str, of_size: Callable[[Batch, int], Batch], top: int, unit: int) -> None:
+        """The largest number of units, up to `top`, that fits."""
+        searches: dict[int, Search] = {}
+        way, _ = least_way(self.search, self.search.plain, joining=False)
+
+        def search_of(number: int) -> Search:
+            if number not in searches:
+                asked = self.asked.but(batch=of_size(self.asked.batch, number * unit))
+                searches[number] = self.search_for(asked, self.levers)
+            return searches[number]
+
+        def excess(number: int) -> int:
+            search = search_of(number)
+            # A trace of forward and backward reserves more under FSDP2 than a step that others have preceded.
+            alone = self.world is None
+            peak = peak_of(search, self.search.plain, way) if alone else as_it_will_run(search, way).peak_bytes
+            return peak + UNSEEN_BYTES - search.budget_bytes
+
+        with self.untried(f"a smaller {what}"):
+            number = rough_bound(excess, 0, top)
+            while number > 0:
+                found = self.least(search_of(number))
+                if search_of(number).excess(found) <= 0:
+                    self.ways.append(self.of_size(what, number * unit, search_of(number), found))
+                    return
+                number -= max(1, number // 16)
+
+    def try_more_cards(self) -> None:
+        """The fewest cards, doubled, that hold the shards of FSDP2."""
+        before = self.world
+        if before is None or self.has("exact", "rounding", "inexact"):
+            return
+        size, least = 2 * before.size, self.search.plain.peak_bytes
+        while size <= MOST_CARDS:
+            nodes = size // OF_A_NODE if size % OF_A_NODE == 0 else 1
+            world = World(size, "fsdp2", max(before.nodes, nodes))
+            if least_bytes_of_rank(self.recipe, self.asked.model, world) + UNSEEN_BYTES <= self.search.budget_bytes:
+                name = f"{size} cards" if before.parallel == "fsdp2" else f"{size} cards with FSDP2"
+                if self.on_world("cards", name, "more samples in a step", before, world):
+                    return
+                if self.ways[-1].needed_bytes >= least:
+                    return  # shards are small already
+                least = self.ways[-1].needed_bytes
+            size *= 2
+
+    def on_world(self, kind: Kind, name: str, changes: str, before: World, world: World) -> bool:
+        """True if the step fits with other cards or another engine. Its way is kept in either case."""
+        asked = self.asked.but(world_size=world.size, nodes=world.nodes, parallel=world.parallel, ddp=None)
+        with self.untried(name):
+            search = self.search_for(asked, self.levers)
+            found = self.least(search)
+            flags = [] if world.size == before.size else [f"--world-size {world.size}"]
+            flags += [] if world.nodes == before.nodes else [f"--nodes {world.nodes}"]
+            flags += [] if world.parallel == before.parallel else [f"--parallel {world.parallel}"]
+            lines = lines_for(self.recipe, self.recipe, budget=self.budget_in_words, world=world)
+            lines = replace(lines, flags=" ".join(flags))
+            self.ways.append(self.way(name, kind, changes, search, found, lines))
+            return self.ways[-1].fits
+        return False
+
+    def try_cards(self) -> None:
+        """The smallest card of the list for the recipe as it was asked for; else for the most frugal one."""
+        if any(way.fits for way in self.ways):
+            return
+        widest = self.levers | allowed_levers("rounding") | self.exact_levers()
+        frugal = self.adapted()[-1:]
+        cards = cards_by_memory()
+        trials = [(self.recipe, self.levers), *((recipe, widest) for recipe in frugal)]
+        for number, (recipe, levers) in enumerate(trials, start=1):
+            with self.untried(f"{recipe.name} on another card"):
+                least = self.held_by(recipe)
+                room = [(key, spec) for key, spec in cards if spec.memory_bytes > least][:CARDS]
+                if not room and number == len(trials):
+                    room = cards[-1:]  # for the least bytes, which the answer names
+                found = [self.on_card(key, spec, recipe, levers) for key, spec in room[:1]]
+                for key, spec in room[1:]:
+                    if found[-1].fits:
+                        break
+                    found.append(self.on_card(key, spec, recipe, levers))
+                self.ways += found[-1:]
+                if found and found[-1].fits:
+                    return
+
+    def on_card(self, key: str, spec: DeviceSpec, recipe: Recipe, levers: frozenset[str]) -> WayOut:
+        """A recipe run dry on a card of the list."""
+        search = self.search_for(self.asked_for(recipe).but(device=spec), levers, "100%")
+        return self.of_card(key, recipe, levers, search, self.least(search))
+
+    # What there is to try
+
+    def exact_levers(self) -> frozenset[str]:
+        """The exact levers that the device takes and that save memory, also those that a plan uses only if they are
+        named.
+        """
+        frees = [kind for kind in lever_types() if kind.role is not Role.EXECUTION]
+        exact = [kind for kind in frees if kind.exactness is Exactness.EXACT]
+        if self.world is not None:
+            exact = [kind for kind in exact if not kind.on_request]  # no rank is played with these
+        return frozenset(kind.name for kind in exact if kind.refusal(self.device) is None)
+
+    def exact_recipes(self) -> Iterator[Recipe]:
+        """States on the host and steps in backward, which are of one process."""
+        if self.world is not None:
+            return
+        others = neighbours.frugal_optimizers(self.search.request, self.recipe)
+        yield from (recipe for recipe in others if recipe.changed == self.recipe.changed)
+        yield from self.stepping(self.recipe)
+
+    def stepping(self, recipe: Recipe) -> Iterator[Recipe]:
+        """The recipe with the step in backward, where that goes."""
+        found = None if self.world is not None else neighbours.in_backward(self.search.request, recipe)
+        if found is not None:
+            yield found
+
+    def adapted(self) -> list[Recipe]:
+        """Low-rank adapters, on weights as they are and on narrow ones. Rows of several cards train all weights."""
+        may_adapt = self.refusal.may_adapt and self.world is None
+        found = neighbours.adapted(self.search.request, self.recipe) if may_adapt else []
+        for recipe in found:
+            if missing := missing_packages(recipe):
+                extras = sorted({EXTRAS[package] for package in missing})
+                self.notes.append(f"{recipe.name} needs {' and '.join(missing)}: {install_line(extras)}")
+        return installed(found)
+
+    def fused(self) -> Iterator[Recipe]:
+        """AdamW in one kernel. On a card, several others need a copy of all weights in between."""
+        if neighbours.kind_of(self.asked.optimizer) == "adamw" and self.device.kind != "cpu":
+            yield replace(self.recipe, optimizer="adamw_fused")
+
+    # Trying
+
+    def has(self, *kinds: Kind) -> bool:
+        return any(way.fits and way.kind in kinds for way in self.ways)
+
+    def any_of(self, trials: Iterable[Trial]) -> None:
+        """Try each, until enough of its rank fit."""
+        for trial in trials:
+            if sum(way.fits and way.kind == trial.kind for way in self.ways) < ENOUGH:
+                self.tried(trial)
+
+    def first_of(self, trials: Iterable[Trial]) -> None:
+        """Try one after the other, until one fits."""
+        for trial in trials:
+            if self.tried(trial):
+                return
+
+    def tried(self, trial: Trial) -> bool:
+        """True if a trial fits. Its way is kept in either case, if it was run."""
+        recipe, levers = trial.recipe, trial.levers
+        if (recipe == self.recipe and levers == self.levers) or (recipe, levers) in self.begun:
+            return False  # what was refused, and what was tried by another road
+        self.begun.add((recipe, levers))
+        with self.untried(", ".join(self.words(recipe, levers))):
+            if self.is_hopeless(recipe):
+                return False
+            seed = self.search.plain if recipe == self.recipe else None
+            search = self.search_for(self.asked_for(recipe), levers, plain=seed)
+            # A plan would price blocks as if all gradients stayed, and find nothing better.
+            steps_unseen = recipe.step_in_backward and not search.request.settings.step_in_backward
+            found = self.plain_candidate(search) if steps_unseen else self.least(search)
+            self.ways.append(self.of_recipe(trial, search, found))
+            return self.ways[-1].fits
+        return False
+
+    @contextmanager
+    def untried(self, name: str) -> Iterator[None]:
+        """A context in which a way that cannot be tried becomes a note. The model's own code may raise anything."""
+        try:
+            yield
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self.notes.append(f"{name} was not tried: {reason}")
+
+    def is_hopeless(self, recipe: Recipe) -> bool:
+        """True if weights, gradients and states alone exceed the budget, by arithmetic."""
+        if recipe == self.recipe:
+            # Levers lower forward and backward; what the optimizer's phase takes is there with any of them.
+            return optimizer_peak(self.search.plain) + UNSEEN_BYTES > self.search.budget_bytes
+        return self.held_by(recipe) + UNSEEN_BYTES > self.search.budget_bytes
+
+    def held_by(self, recipe: Recipe) -> int:
+        """The least bytes of a recipe's weights, gradients and states, by arithmetic."""
+        model = self.asked.model if recipe == self.recipe else self.models.of(recipe)
+        if self.world is not None:
+            return least_bytes_of_rank(recipe, model, self.world)
+        return least_bytes(recipe, model, held_bytes(model))
+
+    def asked_for(self, recipe: Recipe) -> Request:
+        """The arguments of the plan for a recipe, with the user's own optimizer where that stays."""
+        if recipe == self.recipe:
+            return self.asked
+        same = (recipe.dtype, recipe.adapter) == (self.recipe.dtype, self.recipe.adapter)
+        asked = with_recipe(self.asked, recipe, self.asked.model if same else self.models.of(recipe))
+        own = self.asked.optimizer
+        if not remakes_optimizer(self.recipe, recipe) and (same or not isinstance(own, torch.optim.Optimizer)):
+            asked = asked.but(optimizer=own)
+        else:  # a plan sees what the settings say, and not what a factory does
+            asked = asked.but(optimizer=recipe.optimizer, step_in_backward=recipe.step_in_backward)
+        # peft calls the model under two modules of its own, so paths that the user named do not match any more.
+        return asked.but(blocks=asked.blocks if recipe.adapter is None else None)
+
+    def search_for(
+        self, asked: Request, levers: frozenset[str], budget: int | str | None = None, plain: StepTrace | None = None
+    ) -> Search:
+        asked = asked.but(levers=sorted(levers))
+        # `plain` is the trace of the same step, where the refused search has made it.
+        request = asked.checked(may_choose=True)
+        return Search(request, self.budget if budget is None else budget, known_plain=plain)
+
+    def plain_candidate(self, search: Search) -> Candidate:
+        """The plain step, with the worst of its routings."""
+        plain = search.request.plain
+        routed = search.tracer.routed_peaks(search.plain, plain, {})
+        search.routing_matters = len(routed) > 1
+        return Candidate(plain, {}, (), search.plain, worst_bytes=max(routed, default=None))
+
+    def least(self, search: Search) -> Candidate:
+        """The plain step if it fits, else the step with the levers of about the least memory, traced as applied. With
+        several ranks, that of their plan, where it is near enough.
+        """
+        found, world = self.least_of_first(search), search.request.world
+        if world is None or search.excess(found) > NEARLY * search.budget_bytes:
+            return found  # the least that a plan finds is seldom far below
+        try:
+            planned = search_ranks(search.request, world, search.budget, resorts=not self.refusal.recipes_tried)
+        except CannotFit as error:  # another rank does not, or no plan has those levers
+            return replace(found, worst_bytes=max(error.least_bytes, search.budget_bytes + 1))
+        return replace(planned.candidate, worst_bytes=max(planned.peaks))
+
+    def least_of_first(self, search: Search) -> Candidate:
+        """The same of one process, or of the first rank alone."""
+        first = self.plain_candidate(search)
+        if search.excess(first) <= 0 or optimizer_peak(search.plain) + UNSEEN_BYTES > search.budget_bytes:
+            return first
+        way, _ = least_way(search, search.plain, joining=False)
+        combination, policies, trace = sized(search, way), dict(way.policies), as_it_will_run(search, way)
+        worst = search.tracer.routed_peaks(trace, combination, policies, way.joined)
+        found = Candidate(combination, policies, way.joined, trace, worst_bytes=max(worst, default=None))
+        return min(first, found, key=lambda candidate: candidate.needed_bytes)
+
+    # Ways
+
+    def words(self, recipe: Recipe, levers: frozenset[str]) -> list[str]:
+        """The changes of a remedy, a few words each."""
+        words = change_in_words(self.recipe, recipe)
+        return [*words, f"levers {', '.join(in_short(levers))}"] if levers != self.levers else words
+
+    @property
+    def budget_in_words(self) -> str:
+        """The budget as a person would write it, at most the one that was refused."""
+        if isinstance(self.budget, str):
+            return self.budget
+        given = self.search.budget
+        if isinstance(given, str) and not is_share_of(given, "x"):
+            return given.replace(" ", "")
+        return f"{self.budget // 2**20}MiB" if self.budget >= 100 * 2**20 else f"{self.budget}"
+
+    def of_recipe(self, trial: Trial, search: Search, found: Candidate) -> WayOut:
+        recipe, levers = trial.recipe, trial.levers
+        changed = None if levers == self.levers else sorted(levers)
+        lines = lines_for(self.recipe, recipe, budget=self.budget_in_words, levers=changed, world=search.request.world)
+        changes = {"exact": NOTHING, "rounding": ROUNDING}.get(trial.kind, recipe.changes)
+        name = " + ".join(self.words(recipe, levers))
+        return self.way(name, trial.kind, changes, search, found, lines)
+
+    def of_size(self, what: str, number: int, search: Search, found: Candidate) -> WayOut:
+        batch, budget = self.asked.batch, self.budget_in_words
+        if isinstance(batch, TokenBatch):
+            given = f"tightfit.{search.request.batch}"
+        else:
+            cut = f"value[:, :{number}]" if what == "sequence" else f"value[:{number}]"
+            given = f"{{name: {cut} for name, value in batch.items()}}"
+        world = keywords_of(search.request.world)
+        python = f'import tightfit; batch = {given}; plan = tightfit.plan(model, batch, "{budget}"{world})'
+        is_length = what == "sequence"
+        section, key = ("data", "sequence_length") if is_length else ("training", "batch_size")
+        sections = {section: {key: number}}
+        name = f"sequences of {number:,} tokens" if is_length else f"a batch of {number:,}"
+        changes = "shorter sequences" if is_length else "a smaller batch"
+        flags = f"--seq-len {number}" if is_length else f"--batch-size {number}"
+        yaml = yaml_of({**sections, "memory": {"budget": budget}})
+        lines = Lines(python=python, yaml=yaml, flags=flags, overrides=overrides_of(sections))
+        return self.way(name, "size", changes, search, found, lines)
+
+    def of_card(self, key: str, recipe: Recipe, levers: frozenset[str], search: Search, found: Candidate) -> WayOut:
+        spec = search.request.device
+        changed = None if levers == self.levers else sorted(levers)
+        world = search.request.world
+        lines = lines_for(self.recipe, recipe, budget="100%", levers=changed, device=key, world=world)
+        words = [spec.name, *change_in_words(self.recipe, recipe)]
+        changes = recipe.changes if recipe != self.recipe else "another device"
+        return self.way(" + ".join(words), "device", changes, search, found, lines)
+
+    def way(self, name: str, kind: Kind, changes: str, search: Search, found: Candidate, lines: Lines) -> WayOut:
+        return WayOut(
+            name=name,
+            kind=kind,
+            changes=changes,
+            fits=search.excess(found) <= 0,
+            peak_bytes=found.peak_bytes,
+            needed_bytes=found.needed_bytes,
+            step_seconds=found.seconds,
+            levers=search.in_words(found),
+            python=lines.python,
+            yaml=lines.yaml,
+            flags=lines.flags,
+            overrides=lines.overrides,
+            budget=search.budget,
+            asked=search.request,
+        )
