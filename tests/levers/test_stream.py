@@ -231,7 +231,7 @@ def test_accelerates_own_hooks_are_seen(way, tmp_path):
     model, _ = built()
     where = [tmp_path] if way == "disk_offload" else []
     getattr(accelerate, way)(model, *where, execution_device="cpu")
-    with pytest.raises(LeverError, match="accelerate offloads this model .*load it without device_map"):
+    with pytest.raises(LeverError, match=r"accelerate offloads this model .*load it without device_map"):
         streamed(model)
 
 
