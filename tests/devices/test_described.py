@@ -1,13 +1,14 @@
 """Devices in the user's own figures, after a card's name or instead of it."""
 
 import json
+import re
 
 import pytest
 import torch
 
 from command_line import mistake, tightfit
 from round_device import round_device
-from tightfit.devices.described import changed, read_description
+from tightfit.devices.described import changed, host_named, read_description, with_host
 from tightfit.devices.known import find, known_devices
 from tightfit.devices.present import lookup, lookup_present
 from tightfit.errors import DeviceError
@@ -108,3 +109,53 @@ def test_the_command_line_and_yaml_take_the_same_text_and_json_has_it(tmp_path):
     assert told["device_bytes"] == 8 * 2**30
     assert "memory=8GiB" in tightfit("devices", "--help").out
     assert "memory is '8GHz'" in mistake("estimate", path, "--device", "rtx3080,memory=8GHz")
+
+
+@pytest.mark.parametrize(
+    ("text", "rate", "memory"),
+    [
+        ("desktop", 50e9, None),
+        ("workstation", 0.558 * 8 * 8 * 4.8e9, None),
+        ("server,memory=512GiB", 0.558 * 12 * 8 * 4.8e9, 512 << 30),
+        ("memory=64GiB,bandwidth=80GB/s", 80e9, 64 << 30),
+        ("memory=64GiB", 50e9, 64 << 30),
+    ],
+)
+def test_a_host_has_a_rate_and_a_memory(text, rate, memory):
+    spec = with_host(card("rtx4090"), text)
+    assert spec.host_bytes_per_second == pytest.approx(rate, rel=0.001)
+    assert host_named(text).memory_bytes == memory
+    assert f"{rate / 1e9:.0f} GB/s" in spec.host_assumption
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("laptop", "'laptop' is not known: choose from desktop, workstation, server, or give figures"),
+        ("desktop,link=16GB/s", "'link' is not known: choose from memory, bandwidth"),
+        ("memory=64", "memory is '64', wanted for example 8GiB"),
+        ("memory=1GiB,memory=2GiB", "memory is given twice"),
+    ],
+)
+def test_a_host_that_is_wrong_is_one_line(text, wrong):
+    with pytest.raises(DeviceError, match=re.escape(wrong)):
+        with_host(card("rtx4090"), text)
+
+
+def test_a_faster_host_updates_faster_and_its_memory_is_the_budget():
+    asked = ("--model", "cpu26", "--seq-len", "64", "--device", "rtx4090", "--optimizer", "offloaded_adamw", "--json")
+    seconds = {}
+    for host in ("desktop", "server"):
+        done = tightfit("estimate", *asked, "--host", host)
+        seconds[host] = json.loads(done.out)["step_seconds"]
+        assert f"({host}: " in done.err
+    assert seconds["server"] < seconds["desktop"]
+    assert json.loads(tightfit("estimate", *asked).out)["step_seconds"] == pytest.approx(seconds["desktop"], rel=1e-3)
+    for command in (("plan", "--budget", "20GiB"), ("fit",)):
+        refused = tightfit(*command, *asked, "--host", "memory=1MiB")
+        assert refused.code == 3
+        assert "1.00 MiB of host memory cannot fit" in refused.err
+
+
+def test_a_cpu_has_no_host():
+    assert "is the host itself" in mistake("estimate", "--model", "cpu26", "--device", "cpu", "--host", "desktop")

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from round_device import round_device
 from tightfit import Plan, estimate, plan
-from tightfit.devices.cost import HOST_BYTES_PER_SECOND
 from tightfit.devices.present import lookup
+from tightfit.devices.spec import HOST_BYTES_PER_SECOND
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder

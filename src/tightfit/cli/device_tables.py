@@ -133,6 +133,8 @@ def _overheads(spec: DeviceSpec) -> list[str]:
         )
     for way, rate in spec.link_bytes_per_second.items():
         lines.append(f"Link, {way.replace('_', ' ').replace('/', ', ')}: {rate / 1e9:.1f} GB/s.")
+    if spec.kind == "cuda":
+        lines.append(f"{spec.host_assumption.capitalize()}.")
     for library, size in spec.workspace_bytes.items():
         lines.append(f"Workspace of {library.replace('_', ' ')}: {format_bytes(size)}.")
     return lines

@@ -186,6 +186,15 @@ HostBudget = Annotated[
         rich_help_panel=THE_BUDGET,
     ),
 ]
+Host = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The machine of the card: desktop, workstation, server, or memory=64GiB,bandwidth=80GB/s, or both with "
+        "commas between. Its memory is the --host-budget, where none is given.",
+        rich_help_panel=THE_STEP,
+    ),
+]
 Levers = Annotated[
     str | None,
     typer.Option(
@@ -338,6 +347,7 @@ OF_A_STEP: dict[str, Any] = {
     "micro_batches": MicroBatches,
     "grad_clip": GradClip,
     "device": Device,
+    "host": Host,
 }
 OF_RANKS: dict[str, Any] = {"world_size": WorldSize, "nodes": Nodes, "parallel": Parallel}
 OF_A_PLAN = {**OF_A_STEP, "budget": Budget, "host_budget": HostBudget, "levers": Levers, "blocks": Blocks}

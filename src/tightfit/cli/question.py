@@ -87,6 +87,7 @@ class Question:
     micro_batches: int | Literal["auto"] | None = None
     grad_clip: float | None = None
     device: str | None = None
+    host: str | None = None
     budget: str | None = None
     host_budget: str | None = None
     levers: str | None = None

@@ -9,7 +9,7 @@ from typing import Any
 from tightfit.cli.adapter import adapter_of
 from tightfit.cli.asking import planned
 from tightfit.cli.question import LENGTH, LEVERS, SIZE, Question
-from tightfit.cli.subject import Subject, built, subject_of
+from tightfit.cli.subject import Subject, built, in_host, subject_of
 from tightfit.cli.waiting import say
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
@@ -93,7 +93,7 @@ def planned_as(subject: Subject, outcome: Outcome, path: Path) -> Outcome:
 def _of_model(question: Question) -> Subject:
     assert question.model is not None, "the question has a --model"
     below = replace(question, dtype=None, adapter=None, base=None, step_in_backward=None)
-    asked = _with_figures(built(below, dry=True).asked.but(levers=question.allowed or LEVERS))
+    asked = _with_figures(built(below, dry=True).asked.but(levers=question.allowed or LEVERS), question)
     return Subject(question.model, asked, question)
 
 
@@ -111,7 +111,7 @@ def _of_config(question: Question) -> Subject:
         bare = replace(section, dtype="fp32")
     levers = config.memory.levers or "exact"
     asked = asked.but(model=build_dry(lambda: build_model(bare)), levers=levers, step_in_backward=False)
-    return Subject(question.config, _with_figures(asked), question, config)
+    return Subject(question.config, _with_figures(asked, question), question, config)
 
 
 def _optimizers(subject: Subject) -> OptimizerOf:
@@ -175,9 +175,10 @@ def _dumped(config: Config) -> dict[str, Any]:
     return {**found, "model": found.get("model", {})}
 
 
-def _with_figures(asked: Request) -> Request:
+def _with_figures(asked: Request, question: Question) -> Request:
     """The arguments with the device's figures. If they are rough, a line says so."""
-    return asked.but(device=lookup(asked.step.device, notice=say))
+    device = lookup(asked.step.device, notice=say)
+    return asked.but(device=device) if question.host is None else in_host(asked, question, device)
 
 
 def wanted(subject: Subject) -> Wanted:

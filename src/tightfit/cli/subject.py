@@ -15,6 +15,7 @@ from tightfit.cli import sources
 from tightfit.cli.adapter import adapter_of
 from tightfit.cli.question import LENGTH, NO_BUDGET, SIZE, Question
 from tightfit.cli.waiting import say
+from tightfit.devices.described import host_named, with_host
 from tightfit.devices.present import lookup
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
@@ -140,9 +141,20 @@ def subject_of(question: Question, *, dry: bool, inference: bool = False) -> Sub
     """
     subject = built(question, dry=dry, inference=inference)
     device = lookup(subject.asked.step.device, notice=say)  # said here, if its figures are rough
+    if question.host is not None:
+        subject = replace(subject, asked=in_host(subject.asked, question, device))
     if subject.attention == FLASH:
         _demand_flash(device)
     return subject
+
+
+def in_host(asked: Request, question: Question, device: DeviceSpec) -> Request:
+    """The step on a card in the machine of `--host`, whose rate is said; its memory is the budget if there is none."""
+    assert question.host is not None, "the question has a --host"
+    placed, memory = with_host(device, question.host), host_named(question.host).memory_bytes
+    say(placed.host_assumption)
+    asked = asked.but(device=placed)
+    return asked if memory is None or asked.host_budget is not None else asked.but(host_budget=memory)
 
 
 def _demand_flash(device: DeviceSpec) -> None:

@@ -20,12 +20,6 @@ _STAND_INS = {
 }
 
 
-# Bytes per second at which a card's host works in its own memory: an update of weights, in several threads. Assumed,
-# and the same for every host, since the name of a card says nothing about it. Two channels of DDR5-5600, as desktop
-# machines have them, move 89.6e9 at most.
-HOST_BYTES_PER_SECOND = 50e9
-
-
 class Law(Protocol):
     """Predicts seconds of work on one device."""
 
@@ -54,7 +48,7 @@ class CostModel:
         work = work_of(name, inputs, outputs, arguments)
         if simulation.host and simulation.of_cuda:
             moved = 0 if work.family is Family.FREE else work.bytes
-            return Seconds.of(host=moved / HOST_BYTES_PER_SECOND, device=0.0)
+            return Seconds.of(host=moved / self.spec.host_bytes_per_second, device=0.0)
         return self.seconds(work)
 
     def seconds(self, work: Work) -> float:

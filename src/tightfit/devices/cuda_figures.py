@@ -12,6 +12,7 @@ from tightfit.runtime.internals import clear_cublas_workspaces
 SECONDS = 0.3  # for each of the measurements
 ROUNDS = 10
 LINK_BYTES = 2**28
+HOST_NUMBERS = 2**24  # of each tensor of the host: many times what caches hold
 PRODUCT_SIDE = 1024
 # Batch, heads, length, width of the attention whose scratch memory is measured.
 ATTENTION_SHAPE = (1, 32, 1024, 128)
@@ -33,6 +34,13 @@ def link_rates() -> dict[str, float]:
         calls[f"to_host/{kind}"] = _copy(on_host, on_device)
     seconds = fastest(calls, "cuda", SECONDS, ROUNDS)
     return {name: size / spent for name, spent in seconds.items()}
+
+
+def host_rate() -> float:
+    """Bytes per second at which the host works in its own memory: of a sum, as McCalpin's STREAM adds."""
+    first, second, total = (torch.ones(HOST_NUMBERS) for _ in range(3))
+    seconds = fastest({"add": lambda: torch.add(first, second, out=total)}, "cpu", SECONDS, ROUNDS)
+    return 3 * total.nbytes / seconds["add"]
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Call:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tightfit.devices.known import known_devices
+from tightfit.devices.known import Host, known_devices, known_hosts
 from tightfit.devices.spec import DeviceSpec, Roofline
 from tightfit.errors import DeviceError
 from tightfit.units import BYTE_UNITS
@@ -52,6 +52,7 @@ FIGURES = {
     "link": Figure(_rates, "the rate between host and device, one way", "16GB/s"),
     "sms": Figure(lambda text: int(text) if text.isdecimal() and int(text) else None, "its multiprocessors", "68"),
 }
+OF_A_HOST = ("memory", "bandwidth")
 OF_ONES_OWN = ("memory", "bandwidth", "fp32", "capability")  # the figures that a device without a name must have
 
 
@@ -93,6 +94,49 @@ def read_description(text: str) -> Description | None:
                 f"device {text!r}: {key} is {value!r}, wanted {wanted.wanted}: for example {wanted.example}"
             )
     return Description(text, "" if "=" in first else first, figures)
+
+
+def host_named(text: str) -> Host:
+    """The host of a card: a name (`"workstation"`), figures (`"memory=64GiB,bandwidth=80GB/s"`), or both.
+
+    Raises `DeviceError` for an unknown name and for invalid figures.
+    """
+    first, *items = (item.strip() for item in text.split(","))
+    if "=" in first:
+        first, items = "", [first, *items]
+    if first and first not in known_hosts():
+        raise DeviceError(
+            f"host {text!r}: {first!r} is not known: choose from {', '.join(known_hosts())}, or give figures, for "
+            "example memory=64GiB,bandwidth=80GB/s"
+        )
+    base = known_hosts()[first] if first else Host("")
+    figures: dict[str, float] = {}
+    for item in items:
+        key, _, value = (part.strip() for part in item.partition("="))
+        if key not in OF_A_HOST:
+            raise DeviceError(f"host {text!r}: {key!r} is not known: choose from {', '.join(OF_A_HOST)}")
+        read = FIGURES[key].read(value)
+        if read is None or key in figures:
+            wrong = "is given twice: keep one of them" if key in figures else f"is {value!r}, wanted for example "
+            raise DeviceError(f"host {text!r}: {key} {wrong}{'' if key in figures else FIGURES[key].example}")
+        figures[key] = read
+    rate, memory = figures.get("bandwidth", base.bytes_per_second), figures.get("memory")
+    words = base.words if "bandwidth" not in figures else "as --host says"
+    return Host(words, rate, None if memory is None else int(memory))
+
+
+def with_host(spec: DeviceSpec, text: str) -> DeviceSpec:
+    """A card in a machine. Raises `DeviceError` on a CPU, and for an invalid text."""
+    host = host_named(text)
+    if spec.kind == "cpu":
+        raise DeviceError(
+            f"host {text!r}: {spec.name} is the host itself: leave --host out, or name a card with --device"
+        )
+    return (
+        spec
+        if host.bytes_per_second is None
+        else replace(spec, host_bytes_per_second=host.bytes_per_second, host=host.words)
+    )
 
 
 def changed(spec: DeviceSpec, description: Description) -> DeviceSpec:

@@ -45,6 +45,28 @@ def known_devices() -> Mapping[str, KnownDevice]:
     return {key: _device(key, entry) for key, entry in _table("known.toml")["device"].items()}
 
 
+@dataclass(frozen=True)
+class Host:
+    """The machine in which a card is: in words, the rate at which it works in its memory, and how much it has."""
+
+    words: str
+    bytes_per_second: float | None = None
+    memory_bytes: int | None = None
+
+
+@cache
+def known_hosts() -> Mapping[str, Host]:
+    """Kinds of machines, by name."""
+    table = dict(_table("known.toml")["hosts"])
+    share = table.pop("share")
+
+    def of(name: str, channels: int, megatransfers: int) -> Host:
+        words = f"{name}: {channels} channels of DDR5-{megatransfers}, {share:.0%} of their rate assumed"
+        return Host(words, share * channels * 8 * megatransfers * 1e6)
+
+    return {name: of(name, **entry) for name, entry in table.items()}
+
+
 @cache
 def kernels_of(kind: str) -> Kernels:
     """The figures of kernels on a kind of cards, as named in `kernels.toml`."""
