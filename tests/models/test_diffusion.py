@@ -1,18 +1,34 @@
 """Denoisers of diffusers: built from a config, with the training step of diffusers' scripts, predicted and planned."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tightfit
 from command_line import tightfit as run
 from tightfit.errors import InputError, ModelError
+from tightfit.memory.allocator import measured_peak, storage_bytes
 from tightfit.models.adapters import add_adapter
 from tightfit.models.diffusion import build_denoiser, denoising_batch, denoising_loss, is_denoiser
+from tightfit.models.diffusion_parts import (
+    PARTS,
+    Encoder,
+    Parts,
+    build_parts,
+    drawn_latents,
+    embedded,
+    estimate_phases,
+    images_of,
+    latents_of,
+)
 from tightfit.models.published import published
 from tightfit.runtime.nested import tensors_in
+from tightfit.tracing.build import build_dry
+from tightfit.tracing.record import Category
 from tightfit.training.config import AdapterConfig, PretrainedModel
 from tiny import allocator_peak
 
@@ -163,3 +179,85 @@ def test_what_is_no_denoiser_is_none():
     assert is_denoiser(build_denoiser(UNET))
     with pytest.raises(ModelError, match="known are UNet2DConditionModel"):
         build_denoiser({"_class_name": "AutoencoderKL"})
+
+
+# The phases around the step: VAE and text encoders
+
+VAE = {
+    "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 8, "block_out_channels": [8, 8, 16, 16],
+    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4, "sample_size": 64,
+}  # fmt: skip
+CLIP = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+T5 = {"vocab_size": 100, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2}
+
+
+def tiny_parts(name):
+    texts = (Encoder("CLIPTextModel", CLIP, 16), Encoder("T5EncoderModel", T5, 16))
+    channels = {"sd1.5": 4, "sdxl": 4, "sd3": 16, "flux": 16}[name]
+    return Parts(VAE | {"latent_channels": channels}, texts, passes=1 if name == "flux" else 2)
+
+
+def weights(*models):
+    return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_predicted_peak_of_each_phase_is_that_of_running_it(name):
+    model, batch, loss = made(name, lora=True)
+    parts = tiny_parts(name)
+    step = tightfit.estimate(model, batch, loss=loss)
+    found = {(row.phase, row.parts): row.peak_bytes for row in estimate_phases(model, batch, parts, step).rows}
+
+    vae, encoders = build_parts(parts, torch.float32)
+    images, ids = torch.rand(2, 3, 128, 128), torch.zeros(2, 16, dtype=torch.long)
+    runs = [(lambda: latents_of(vae, images), vae, images)]
+    runs += [(lambda e=e: embedded(e, ids), e, ids) for e in encoders]
+    beside = storage_bytes(weights(vae, *encoders))
+    alone = max(measured_peak(run, [*weights(part), given]) for run, part, given in runs)
+    together = max(measured_peak(run, [*weights(vae, *encoders), given]) for run, _, given in runs)
+    assert found["cache", "offloaded"] == alone
+    assert found["cache", "resident"] == together
+
+    assert found["train", "gone"] == step.peak_bytes
+    states = step.step_figures.by_category[str(Category.OPTIMIZER_STATE)]
+    held = storage_bytes(weights(model)) + states
+    assert found["train", "offloaded"] == max(step.peak_bytes, held + alone)
+    assert found["train", "resident"] == max(step.peak_bytes + beside, held + together)
+
+    own = [*weights(model), *batch.values()]
+    drawing = measured_peak(lambda: drawn_latents(model, batch, parts.passes), own) + states
+    decoding = (
+        measured_peak(lambda: images_of(vae, batch["latents"]), [*weights(vae, model), batch["latents"]]) + states
+    )
+    for place, expected in (
+        ("gone", max(drawing + storage_bytes(weights(vae)), decoding)),
+        ("resident", max(drawing + beside, decoding + storage_bytes(weights(*encoders)))),
+    ):
+        assert abs(found["sample", place] - expected) <= 16  # numbers of Python, which PyTorch puts into tensors
+
+
+@pytest.mark.slow  # builds 12 billion parameters dry: 5 s
+def test_the_parts_beside_each_published_denoiser_have_the_sizes_of_its_repository():
+    """The counts that the pages and papers of CLIP ViT-L, OpenCLIP ViT-H and ViT-bigG, T5-XXL and the VAE state."""
+    known = {
+        "CLIPTextModel": {123_060_480, 340_387_840},
+        "CLIPTextModelWithProjection": {123_650_304, 694_659_840},
+        "T5EncoderModel": {4_762_310_656},
+    }
+    for parts in PARTS.values():
+        built = build_dry(lambda parts=parts: nn.ModuleList([build_parts(parts, torch.float32).vae]))
+        assert sum(p.numel() for p in built.parameters()) in (83_653_863, 83_819_683)
+        for index, (name, *_) in enumerate(parts.encoders):
+            one = replace(parts, encoders=parts.encoders[index : index + 1])
+            built = build_dry(lambda one=one: build_parts(one, torch.float32).encoders[0])
+            assert sum(p.numel() for p in built.parameters()) in known[name]
+
+
+def test_phases_of_what_has_none_are_refused_in_one_line():
+    for arguments, says in (
+        (("--model", "cpu26", "--phase", "cache"), "--phase is for diffusion models by name"),
+        (("--model", "sd1.5", "--phase", "encode"), "--phase encode: known are cache, train, sample, and all"),
+    ):
+        done = run("estimate", *arguments)
+        assert done.code == 2
+        assert says in done.err

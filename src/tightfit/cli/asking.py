@@ -28,6 +28,7 @@ def estimate(
     question: Question,
     inference: options.Inference = False,
     new_tokens: options.NewTokens = None,
+    phase: options.Phase = None,
     as_json: options.Json = False,
     html: options.Html = None,
     png: options.Png = None,
@@ -47,8 +48,13 @@ def estimate(
     [dim]tightfit estimate --model llama-3.1-8b --seq-len 4096 --precision bf16 --device h100 --world-size 8[/]
 
     [dim]tightfit estimate --model cpu26 --inference --seq-len 512 --new-tokens 256 --device rtx4090[/]
+
+    [dim]tightfit estimate --model sdxl --adapter r=16 --base bf16 --precision bf16 --device rtx4090 --phase all[/]
     """
-    check_inference(question, inference, new_tokens, {"--html": html})
+    check_inference(question, inference, new_tokens, {"--html": html, "--phase": phase})
+    if phase is not None:
+        show_phases(question, phase, as_json)
+        return
     if inference:
         show_inference(question, new_tokens, as_json, png)
         return
@@ -62,6 +68,16 @@ def estimate(
         write("page", found.to_html, html)
         write("picture", found.to_png, png)
     show(found.to_dict() if as_json else describe_estimate(found, columns()))
+
+
+def show_phases(question: Question, phase: str, as_json: bool) -> None:
+    """Answer `estimate --phase`."""
+    with seldom_collecting(), Waiting() as waiting:
+        from tightfit.cli.phases import described, phases_of
+
+        waiting("running the phases dry")
+        found = phases_of(question, phase)
+    show(found.to_dict() if as_json else described(found, columns()))
 
 
 def show_inference(question: Question, new_tokens: int | None, as_json: bool, png: Path | None) -> None:

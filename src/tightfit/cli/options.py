@@ -71,6 +71,15 @@ Image = Annotated[
         rich_help_panel=THE_STEP,
     ),
 ]
+Phase = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Of training a diffusion model by name: cache (VAE and text encoders run), train, sample, or all, with "
+        "VAE and text encoders resident, offloaded or gone.",
+        rich_help_panel=THE_STEP,
+    ),
+]
 Precision = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="fp32, or autocast to bf16 or fp16 (else fp32).", rich_help_panel=THE_STEP),

@@ -124,9 +124,7 @@ class NoiseLoss:
         noise = torch.randn_like(latents)
         timesteps = torch.randint(0, STEPS, (len(latents),), device=latents.device)
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
-        added = {name: batch[name] for name in ("text_embeds", "time_ids") if name in batch}
-        given = {"added_cond_kwargs": added} if added else {}
-        found = model(noisy, timesteps, batch["encoder_hidden_states"], return_dict=False, **given)[0]
+        found = predicted(model, noisy, timesteps, batch)
         return F.mse_loss(found.float(), noise.float(), reduction="mean")
 
 
@@ -149,43 +147,57 @@ class FlowLoss:
         timesteps = self.scheduler.timesteps[places].to(latents.device)
         sigmas = self.scheduler.sigmas[places].to(latents.device, latents.dtype)[:, None, None, None]
         noisy = (1.0 - sigmas) * latents + sigmas * noise
+        found = predicted(model, noisy, timesteps, batch, self.guidance)
         if self.kind == "FluxTransformer2DModel":
-            found = self._of_flux(model, noisy, timesteps, batch)
             target = noise - latents
         else:
-            found = model(
-                hidden_states=noisy,
-                timestep=timesteps,
-                encoder_hidden_states=batch["encoder_hidden_states"],
-                pooled_projections=batch["pooled_projections"],
-                return_dict=False,
-            )[0]
             found = found * -sigmas + noisy  # preconditioned: the clean latents
             target = latents
         weighting = torch.ones_like(sigmas)
         errors = weighting.float() * (found.float() - target.float()) ** 2
         return errors.reshape(len(latents), -1).mean(1).mean()
 
-    def _of_flux(self, model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        size, channels, height, width = noisy.shape
-        rows, columns, device = height // 2, width // 2, noisy.device
-        packed = noisy.view(size, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
-        packed = packed.reshape(size, rows * columns, channels * 4)
-        places = torch.zeros(rows, columns, 3, device=device, dtype=noisy.dtype)
-        places[..., 1] += torch.arange(rows, device=device)[:, None]
-        places[..., 2] += torch.arange(columns, device=device)[None, :]
-        text = batch["encoder_hidden_states"]
-        config: Any = model.config
-        guidance = torch.full((size,), self.guidance, device=device) if config.guidance_embeds else None
-        found = model(
-            hidden_states=packed,
-            timestep=timesteps / STEPS,
-            guidance=guidance,
-            pooled_projections=batch["pooled_projections"],
-            encoder_hidden_states=text,
-            txt_ids=torch.zeros(text.shape[1], 3, device=device, dtype=noisy.dtype),
-            img_ids=places.reshape(rows * columns, 3),
-            return_dict=False,
-        )[0]
-        found = found.view(size, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
-        return found.reshape(size, channels, height, width)
+
+def predicted(
+    model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Mapping[str, Tensor], guidance: float = 3.5
+) -> Tensor:
+    """What a denoiser finds in noisy latents (B, C, H, W) at these steps of the noise, (B, C, H, W)."""
+    kind = kind_of(model)
+    if kind == "FluxTransformer2DModel":
+        return _of_flux(model, noisy, timesteps, batch, guidance)
+    if kind == "UNet2DConditionModel":
+        added = {name: batch[name] for name in ("text_embeds", "time_ids") if name in batch}
+        given = {"added_cond_kwargs": added} if added else {}
+        return model(noisy, timesteps, batch["encoder_hidden_states"], return_dict=False, **given)[0]
+    return model(
+        hidden_states=noisy,
+        timestep=timesteps,
+        encoder_hidden_states=batch["encoder_hidden_states"],
+        pooled_projections=batch["pooled_projections"],
+        return_dict=False,
+    )[0]
+
+
+def _of_flux(model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Mapping[str, Tensor], level: float) -> Tensor:
+    size, channels, height, width = noisy.shape
+    rows, columns, device = height // 2, width // 2, noisy.device
+    packed = noisy.view(size, channels, rows, 2, columns, 2).permute(0, 2, 4, 1, 3, 5)
+    packed = packed.reshape(size, rows * columns, channels * 4)
+    places = torch.zeros(rows, columns, 3, device=device, dtype=noisy.dtype)
+    places[..., 1] += torch.arange(rows, device=device)[:, None]
+    places[..., 2] += torch.arange(columns, device=device)[None, :]
+    text = batch["encoder_hidden_states"]
+    config: Any = model.config
+    guidance = torch.full((size,), level, device=device) if config.guidance_embeds else None
+    found = model(
+        hidden_states=packed,
+        timestep=timesteps / STEPS,
+        guidance=guidance,
+        pooled_projections=batch["pooled_projections"],
+        encoder_hidden_states=text,
+        txt_ids=torch.zeros(text.shape[1], 3, device=device, dtype=noisy.dtype),
+        img_ids=places.reshape(rows * columns, 3),
+        return_dict=False,
+    )[0]
+    found = found.view(size, rows, columns, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return found.reshape(size, channels, height, width)
