@@ -123,7 +123,7 @@ class CannotFit(TightfitError):
 
     `least_bytes` is the smallest peak that any combination of the allowed levers reaches. Where that is within the
     budget and a CUDA device has no room for it, `taken_bytes` is what the step takes there as a whole, else None.
-    `refusal` is what was asked for, where a plan was (`planner.refusal.Refusal`).
+    `refusal` is what was asked for, where a plan was (`planner.search.fastest.Refusal`).
     """
 
     exit_code = 3

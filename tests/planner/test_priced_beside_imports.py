@@ -12,9 +12,9 @@ TESTS = Path(__file__).parents[1]
 CODE = """
 import json
 import sys
-from tightfit.planner.search import beside_imports
+from tightfit.planner.search import fastest
 if sys.argv[1] == "alone":
-    beside_imports.processes_for = lambda parts: 1
+    fastest.processes_for = lambda parts: 1
 from tightfit.planner.search.search import Search
 import tightfit
 from made_up_devices import even

@@ -10,8 +10,9 @@ from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
+from tightfit.recipes.batches import Dimension
 from tightfit.recipes.records import Recipe
-from tightfit.recipes.sizes import CORRECTIONS, Dimension, Sizes, _Points
+from tightfit.recipes.sizes import CORRECTIONS, Sizes, _Points
 from tightfit.recipes.whole_step import PartTracer, frugal_levers, keeping_attention
 from tightfit.step import TokenBatch
 

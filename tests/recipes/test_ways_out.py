@@ -12,7 +12,7 @@ from command_line import tightfit as run
 from models_by_name import Flat
 from tightfit.errors import CannotFit, InputError
 from tightfit.recipes import choices, ways_out
-from tightfit.recipes.smaller import length_of, shortened, with_rows
+from tightfit.recipes.batches import length_of, shortened, with_rows
 from tightfit.recipes.table import describe_ways_out
 from tightfit.recipes.ways import WaysOut
 from tightfit.step import TokenBatch, model_loss

@@ -16,14 +16,14 @@ from tightfit.errors import InputError
 from tightfit.models.diffusion import is_denoiser
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.planner.levers import Exactness
-from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Request
+from tightfit.planner.search.fastest import Refusal
 from tightfit.planner.search.search import Search
 from tightfit.recipes.api import recipes_of
+from tightfit.recipes.batches import token_count
 from tightfit.recipes.choices import Wanted
 from tightfit.recipes.listed import Recipes
 from tightfit.recipes.records import Outcome, Recipe
-from tightfit.recipes.search import token_count
 from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_recipe
 from tightfit.recipes.written import YAML, WrittenSections, model_section, next_steps, written
 from tightfit.step import Optimizer

@@ -32,10 +32,9 @@ from tightfit.planner.levers import (
 )
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice, PlannedProgram
-from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import OF_THE_STEP, Request, state_bytes
 from tightfit.planner.search.candidates import Candidate
-from tightfit.planner.search.fastest import fastest
+from tightfit.planner.search.fastest import Refusal, fastest
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.tradeoff import POINTS, Tradeoff

@@ -24,12 +24,12 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.of_ranks import RanksFound, search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.ranks.world import Sharding, World
+from tightfit.recipes.batches import Dimension, dimensions_of, resized, token_count
 from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, installed, least_bytes_of_rank
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import FEW_BITS, Largest, Outcome, Recipe
-from tightfit.recipes.search import budget_of_recipes, token_count
-from tightfit.recipes.sizes import Dimension, dimensions_of, resized
+from tightfit.recipes.search import budget_of_recipes
 from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
 from tightfit.runtime.forked import Notice, processes_for, shared_out
 

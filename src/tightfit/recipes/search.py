@@ -24,6 +24,7 @@ from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.least import Way, least_way
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import step_host
+from tightfit.recipes.batches import token_count
 from tightfit.recipes.choices import least_bytes
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.records import Outcome, Recipe
@@ -37,7 +38,6 @@ from tightfit.recipes.variants import (
     without_optimizer,
 )
 from tightfit.recipes.whole_step import PartTracer, WholeStep, frugal_levers, rungs, trace_update_of, trained
-from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.record import StepTrace
 from tightfit.units import is_share_of, parse_budget
 
@@ -326,15 +326,6 @@ def budget_of_recipes(asked: Request, budget: int | str) -> int:
     if is_share_of(budget, "x"):
         raise BudgetError(f"budget {budget!r} is a share of one recipe's plain peak: give bytes, or 80%")
     return parse_budget(budget, device_bytes=asked.device.memory_bytes)
-
-
-def token_count(batch: Batch) -> int | None:
-    """The tokens of a batch; None where it is none of token ids."""
-    if isinstance(batch, TokenBatch):
-        return batch.size * batch.length
-    if isinstance(batch, dict) and "input_ids" in batch:
-        return batch["input_ids"].numel()
-    return None
 
 
 def _weight_bits(variant: Variant) -> int:

@@ -9,21 +9,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import nn
-
-from tightfit.models.loading import position_limit
 from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
+from tightfit.recipes.batches import Dimension, Shape, dimensions_of, resized, shape_of
 from tightfit.recipes.records import Largest
 from tightfit.recipes.search import Found, RecipeSearch
 from tightfit.recipes.variants import Variant
 from tightfit.recipes.whole_step import Levers, frugal_levers, keeping_attention
-from tightfit.step import Batch, TokenBatch
 from tightfit.tracing.joined import state_bytes
 
-MULTIPLE = 64  # of a sequence's tokens, which matrix units like
 CORRECTIONS = 6  # dry runs that confirm one size
 NOT_WORTH_A_RUN = 0.02  # of a size that fits: a larger one is not looked for
 WIDE = 0.1  # of a size that fits: how far away one that does not is worth another run, whatever the bytes say
@@ -32,55 +27,6 @@ POINTS = 4  # further dry runs of a variant, where a size is read off far from t
 FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
 NEAR = 0.5  # of a size: how near to a point a size is read off between points
 JUMP = 8  # times the largest size that was run dry, for the next
-MOST = 2**20  # tokens of a batch, beyond which nothing is tried: a dry run computes with the ids of all tokens
-Shape = tuple[int, int]  # sequences, and tokens of each
-
-
-def resized(batch: Batch, size: int, length: int) -> Batch | None:
-    """A batch of as many sequences of as many tokens; None where the batch has other tensors than those of tokens."""
-    if isinstance(batch, TokenBatch):
-        return batch._replace(size=size, length=length)
-    if not isinstance(batch, dict) or "input_ids" not in batch:
-        return None
-    shape = batch["input_ids"].shape
-    if len(shape) != 2 or any(not isinstance(t, torch.Tensor) or t.shape != shape for t in batch.values()):
-        return None
-    times = (-(-size // shape[0]), -(-length // shape[1]))
-    return {name: tensor.repeat(*times)[:size, :length].contiguous() for name, tensor in batch.items()}
-
-
-def shape_of(batch: Batch) -> Shape | None:
-    """Sequences and tokens of a batch; None where it is none of token ids."""
-    if resized(batch, 1, 1) is None:
-        return None
-    return (batch.size, batch.length) if isinstance(batch, TokenBatch) else tuple(batch["input_ids"].shape)
-
-
-@dataclass(frozen=True)
-class Dimension:
-    """A size that may grow: its value now, which values there are, and the batch of a value."""
-
-    name: str
-    now: int
-    multiple_of: int
-    most: int
-    shape: Callable[[int], Shape]
-
-
-def dimensions_of(model: nn.Module, batch: Batch, count: int) -> tuple[Dimension, Dimension] | None:
-    """The length of the sequences of a batch, and their number, a multiple of `count`; None where it is none of token
-    ids.
-    """
-    shape = shape_of(batch)
-    if shape is None:
-        return None
-    size, length = shape
-    multiple = MULTIPLE if length % MULTIPLE == 0 else 1
-    most = min(position_limit(model) or MOST, max(length, MOST // size))
-    return (
-        Dimension("length", length, multiple, most, lambda n: (size, n)),
-        Dimension("size", size, count, max(size, MOST // length), lambda n: (n, length)),
-    )
 
 
 class _Points(dict[int, int]):

@@ -20,15 +20,16 @@ from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.micro_batch import batch_size
 from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.levers import Exactness, Role, allowed_levers, lever_types
-from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Request, optimizer_peak
 from tightfit.planner.search.bisection import rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.planner.search.fastest import Refusal
 from tightfit.planner.search.least import as_it_will_run, least_way, peak_of, sized
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.ranks.world import World
 from tightfit.recipes import neighbours
+from tightfit.recipes.batches import length_of, shortened, with_rows
 from tightfit.recipes.choices import EXTRAS, install_line, installed, least_bytes, least_bytes_of_rank, missing_packages
 from tightfit.recipes.lines import (
     Lines,
@@ -41,7 +42,6 @@ from tightfit.recipes.lines import (
     yaml_of,
 )
 from tightfit.recipes.records import NOTHING, PRODUCTS, ROUNDING, Recipe
-from tightfit.recipes.smaller import length_of, shortened, with_rows
 from tightfit.recipes.variants import Models, held_bytes, with_recipe
 from tightfit.recipes.ways import Kind, WayOut, WaysOut, ranked
 from tightfit.runtime.outside import outside_training

@@ -7,17 +7,41 @@ that trace exceeds the budget, the search lowers the bound by the excess and sol
 """
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tightfit.planner.levers import Combination, lever_types
+from tightfit.errors import CannotFit
+from tightfit.planner.levers import Combination, MicroBatches, Offload, Recompute, Role, lever_types
 from tightfit.planner.records import Rejected
-from tightfit.planner.search.beside_imports import priced_beside_imports
-from tightfit.planner.search.candidates import Candidate
+from tightfit.planner.search.candidates import Baseline, Candidate
 from tightfit.planner.search.capturing import capture_blocks
 from tightfit.planner.search.last_resorts import join_segments, try_last_resorts
-from tightfit.planner.search.refusing import cannot_fit
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.streaming import stream_blocks
 from tightfit.planner.search.whole_blocks import compile_blocks
+from tightfit.runtime.forked import Crew, processes_for
+from tightfit.runtime.internals import compiler_is_loaded, load_compiler
+from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
+from tightfit.units import format_bytes
+
+AT_MOST = 4  # combinations that are priced beside imports: about what is priced in their time
+MOST_OPERATORS = 6000  # of a step: a longer one is priced for longer than the imports take, and some of it for nothing
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The search of the plan that was refused, with its request and the traces that were made.
+
+    `recipes_tried` says that other recipes were tried already, so only another device is left. `in_config` says that
+    a configuration asked, so that a way out is a change of its keys. It may have no key for the dtype of the weights
+    (`may_convert`), and nothing to adapt (`may_adapt`).
+    """
+
+    search: Search
+    recipes_tried: bool = False
+    in_config: bool = False
+    may_convert: bool = True
+    may_adapt: bool = True
 
 
 def fastest(search: Search) -> Candidate:
@@ -47,7 +71,7 @@ def solve_combinations(search: Search) -> None:
     """Solve every combination. With `fewest_micro_batches`, stop at the first number of micro-batches that fits."""
     waiting: list[Combination] = []  # solved, but not yet tried with compiled blocks
     combinations = search.combinations()
-    search.priced |= priced_beside_imports(search, combinations, search.baseline)
+    search.priced |= priced_beside_imports(search, combinations)
     for _, alike in itertools.groupby(combinations, key=lambda combination: combination.micro_batches):
         for combination in alike:
             search.solve_blocks(combination)
@@ -78,3 +102,62 @@ def reject_forbidden(search: Search) -> None:
             why = kind.why_not(search.step())
         if why is not None:
             search.rejected.append(Rejected(kind.title, why))
+
+
+def priced_beside_imports(search: Search, combinations: Sequence[Combination]) -> dict[Combination, Baseline]:
+    """The first of these combinations with their prices, where blocks may be compiled and the compiler is not loaded.
+
+    They are priced in a fork while this process imports PyTorch's compiler, which takes seconds. Empty where that is
+    not so, or where this process must not be forked.
+    """
+    if not search.of_role(Role.WHOLE_BLOCKS) or not search.request.may(Recompute) or compiler_is_loaded():
+        return {}
+    if not search.paths or len(search.plain.operators) > MOST_OPERATORS or processes_for(2) == 1:
+        return {}
+    first = combinations[:AT_MOST]
+
+    def work(are_priced: bool, notice: object) -> list[Baseline]:
+        if are_priced:
+            return [search.baseline(combination) for combination in first]
+        load_compiler()
+        return []
+
+    with Crew(work, 2, lambda line: None) as crew:
+        return dict(zip(first, crew.ask({0: False, 1: True})[1], strict=True))
+
+
+def cannot_fit(search: Search) -> CannotFit:
+    """The error of a search in which nothing fits: the least, what holds it up, and what bounds it."""
+    assert search.least is not None, "the plain step was traced"
+    least, trace = search.least, search.least.trace
+    holds = max(trace.by_category().items(), key=lambda item: item[1])
+    device = search.request.device
+    limit, taken = f"{format_bytes(search.budget_bytes)} cannot fit", None
+    if least.needed_bytes <= search.budget_bytes:  # tensors fit the budget, so the device's memory is the limit
+        taken = (trace.reserved_bytes or 0) + CONTEXT_BYTES
+        limit = (
+            f"the step cannot fit {device.name}: with what the allocator reserves and the context it takes "
+            f"{format_bytes(taken)} of {format_bytes(search.device_bytes)}"
+        )
+    return CannotFit(
+        f"{limit}: the least is {format_bytes(least.needed_bytes)} "
+        f"({least.needed_bytes} bytes), reached by {search.in_words(least)}; it is held up in "
+        f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
+        f"by {format_bytes(holds[1])} of {holds[0]}{offload_bound(search)}{no_micro_batches(search)}",
+        least.needed_bytes,
+        taken,
+    )
+
+
+def no_micro_batches(search: Search) -> str:
+    """Why the batch may not be split, for the message; empty if it may, or if nobody allowed it."""
+    refusal = search.request.separation.refusal if search.request.may(MicroBatches) else None
+    return "" if refusal is None else f"; {MicroBatches.title} is left out: {refusal}"
+
+
+def offload_bound(search: Search) -> str:
+    """The user's own limit for offload, for the message; empty if there is none."""
+    allowed = search.request.offload.budget_bytes
+    if not search.request.may(Offload) or allowed is None:
+        return ""
+    return f"; offload may take {format_bytes(allowed)} (offload_budget)"

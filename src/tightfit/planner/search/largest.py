@@ -14,11 +14,10 @@ from tightfit.planner.api import as_plan
 from tightfit.planner.arguments import check_levers
 from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
-from tightfit.planner.refusal import Refusal
 from tightfit.planner.request import Request, lacking
 from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.planner.search.fastest import fastest
+from tightfit.planner.search.fastest import Refusal, fastest
 from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import fingerprint
