@@ -9,9 +9,13 @@ from tightfit.planner.search.bisection import (
     MEASURES,
     NEAR,
     UNBOUNDED,
+    Convex,
     Line,
     Measured,
+    Range,
     certain_bound,
+    corrected_bound,
+    halved,
     near_bound,
     rough_bound,
 )
@@ -164,3 +168,23 @@ def test_where_nothing_larger_fits_it_is_the_number_that_is_known():
     assert found == 64
     found, _, asked = near(LARGE["a straight line"], 10**9, 64)
     assert (found, asked) == (64, [])
+
+
+@pytest.mark.parametrize("bound", range(13))
+def test_halving_finds_the_largest_number_that_fits(bound):
+    assert halved(lambda number: number <= bound, 0, 13) == bound
+    near = halved(lambda number: number <= 100 + bound, 90, 200, near=0.1)
+    assert 0 <= 100 + bound - near <= 2 * 0.1 * (100 + bound)
+
+
+def test_a_number_that_is_named_was_measured_and_fits():
+    taken = {}
+
+    def measure(number):
+        taken[number] = excess = 12 * number - 5000 if number > 300 else 10 * number - 4000
+        return 10 * number, excess
+
+    points = Convex({100: 1000, 200: 2000})
+    found, _ = corrected_bound(measure, points, 4000, Range(100, 10**6), points.largest(4000, Range(100, 10**6)))
+    assert taken[found] <= 0
+    assert found >= 0.97 * 5000 / 12

@@ -8,11 +8,12 @@ from tightfit.devices.families import Family, family_of
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.request import Request
+from tightfit.planner.search.bisection import CORRECTIONS, Convex, Range
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.recipes.batches import Dimension
 from tightfit.recipes.records import Recipe
-from tightfit.recipes.sizes import CORRECTIONS, Sizes, _Points
+from tightfit.recipes.sizes import Sizes
 from tightfit.recipes.whole_step import PartTracer, frugal_levers, keeping_attention
 from tightfit.step import TokenBatch
 
@@ -22,22 +23,22 @@ def convex(size):
 
 
 def test_between_points_the_chord_is_never_too_much_and_beyond_them_the_last_slope_goes_on():
-    points = _Points({n: convex(n) for n in (10, 20, 100, 200)})
+    points = Convex({n: convex(n) for n in (10, 20, 100, 200)})
     for limit in range(1000, 2001, 50):
-        value = points.largest(limit, 10**6)
+        value = points.largest(limit, Range(0, 10**6))
         assert convex(value) <= limit
-    assert points.largest(5000, 10**6) == 500
-    assert points.largest(5000, 300) == 300
-    assert points.largest(999, 10**6) == 10, "not even the smallest fits"
+    assert points.largest(5000, Range(0, 10**6)) == 500
+    assert points.largest(5000, Range(0, 300)) == 300
+    assert points.largest(999, Range(0, 10**6)) == 10, "not even the smallest fits"
 
 
 def test_a_flat_start_says_nothing_about_what_comes_after():
-    points = _Points({n: convex(n) for n in (10, 20)})
-    assert points.largest(1200, 640) == 640
+    points = Convex({n: convex(n) for n in (10, 20)})
+    assert points.largest(1200, Range(0, 640)) == 640
     points[160] = convex(160)
-    assert convex(points.largest(1200, 640)) <= 1200
-    points[points.largest(1200, 640)] = convex(points.largest(1200, 640))
-    assert points.largest(1200, 640) == pytest.approx(120, rel=0.25)
+    assert convex(points.largest(1200, Range(0, 640))) <= 1200
+    points[points.largest(1200, Range(0, 640))] = convex(points.largest(1200, Range(0, 640)))
+    assert points.largest(1200, Range(0, 640)) == pytest.approx(120, rel=0.25)
 
 
 class Stepped(Sizes):
@@ -51,12 +52,12 @@ class Stepped(Sizes):
         self.excess, self.ran, self.saved = excess, [], saved
 
     def _points(self, found, dimension):
-        return _Points({dimension.now: dimension.now, 2 * dimension.now: 2 * dimension.now})
+        return Convex({dimension.now: dimension.now, 2 * dimension.now: 2 * dimension.now})
 
     def _guide(self, found, dimension, points):
         return None
 
-    def _explore(self, found, dimension, points, within):
+    def _explore(self, found, dimension, points, limit, among):
         pass
 
     def _beside(self, found):

@@ -6,10 +6,10 @@ it has about the same line at another height. A dry run at the size that the lin
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tightfit.names import OFFLOADED, parse_optimizer
+from tightfit.planner.search.bisection import NOT_WORTH_A_RUN, Convex, Range, corrected_bound, halved
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.recipes.batches import Dimension, Shape, dimensions_of, resized, shape_of
@@ -19,9 +19,6 @@ from tightfit.recipes.variants import Variant
 from tightfit.recipes.whole_step import Levers, frugal_levers, keeping_attention
 from tightfit.tracing.joined import state_bytes
 
-CORRECTIONS = 6  # dry runs that confirm one size
-NOT_WORTH_A_RUN = 0.02  # of a size that fits: a larger one is not looked for
-WIDE = 0.1  # of a size that fits: how far away one that does not is worth another run, whatever the bytes say
 WITH_ATTENTION = 3  # dry runs that look for a larger size with attention kept
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
@@ -29,34 +26,12 @@ NEAR = 0.5  # of a size: how near to a point a size is read off between points
 JUMP = 8  # times the largest size that was run dry, for the next
 
 
-class _Points(dict[int, int]):
-    """Bytes of forward and backward at the sizes that were run dry.
-
-    Bytes over sizes are convex: weights and gradients alone first, then a straight line of activations. So what lies
-    between two points is at most the chord, and what is read off it fits.
-    """
-
-    def largest(self, limit: int, most: int) -> int:
-        """The largest size within the limit, between the points or beyond the last two."""
-        values = sorted(self)
-        within = [value for value in values if self[value] <= limit]
-        if not within:
-            return values[0]
-        low = within[-1]
-        above = [value for value in values if value > low]
-        if not above:
-            above, low = [low], max([value for value in values if value < low], default=low)
-        high = above[0]
-        slope = (self[high] - self[low]) / (high - low) if high != low else 0.0
-        return min(most, int(low + (limit - self[low]) / slope)) if slope > 0 else most
-
-
 @dataclass
 class Sizes:
     """Mutable: the points of the variants, which their optimizers share, by the dimension's name and present size."""
 
     search: RecipeSearch
-    points: dict[tuple[Variant, str, int], _Points] = field(default_factory=dict)
+    points: dict[tuple[Variant, str, int], Convex] = field(default_factory=dict)
     recomputing: set[Variant] = field(default_factory=set)  # variants whose peak no kept attention lowers
     levers: dict[int, tuple[Levers, Levers | None]] = field(default_factory=dict)  # of a search, by its id
 
@@ -75,52 +50,33 @@ class Sizes:
         return replace(found, outcome=outcome)
 
     def _largest(self, found: Found, dimension: Dimension, confirm: bool) -> Largest:
-        variant, now = found.variant, dimension.now
+        variant, now, step = found.variant, dimension.now, dimension.multiple_of
         assert variant is not None, "asked by the caller"
         limit = variant.budget_bytes - UNSEEN_BYTES - self._beside(found)
         points = self._points(found, dimension)
-        most = dimension.most
-
-        def within(points: _Points) -> int:
-            value = points.largest(limit, most) // dimension.multiple_of * dimension.multiple_of
-            return max(now, min(value, most))
-
+        among = Range(now, dimension.most, step)
         guide = self._guide(found, dimension, points)
-        is_traced = parse_optimizer(found.recipe.optimizer).kind != OFFLOADED
-        if guide is None or not (confirm and is_traced):
-            if guide is not None and (value := within(guide)) not in points:
+        if not (confirm and parse_optimizer(found.recipe.optimizer).kind != OFFLOADED):
+            if guide is not None and (value := guide.largest(limit, among)) not in points:
                 points[value] = self._peak(found, dimension.shape(value))
-            self._explore(found, dimension, points, within)
-        value = within(points if guide is None else guide)
-        if not (confirm and is_traced):
-            value = within(points)
+            self._explore(found, dimension, points, limit, among)
+            value = points.largest(limit, among)
             return Largest(value, confirmed=value == now)  # the size that was asked about was traced
-        fits, room, fails, lacking, step = now, None, None, 0, dimension.multiple_of
-        for _ in range(CORRECTIONS):
-            near = max(step, NOT_WORTH_A_RUN * fits)
-            if fails is not None and not fits + near <= value < fails:
-                # What the allocator cannot use is no matter of a line: a size between what fits and what does not.
-                share = 0.5 if room is None else room / (room + lacking)
-                value = (fits + int(share * (fails - fits))) // step * step
-                if value - fits < near and fails - fits > WIDE * fits:
-                    value = (fits + fails) // 2 // step * step
-            if value - fits < near:
-                break
-            points[value], excess = self._peak_and_excess(found, dimension.shape(value))
-            if excess <= 0:
-                # A whole step has this much room. Where that is more than the sums say, the line goes on.
-                fits, room, limit = value, -excess, max(limit, points[value] - excess)
-                value = within(points)
-            else:
-                fails, lacking, most = value, excess, value - step
-                limit = min(limit, points[value]) - excess
-                value = within(points)
+        if guide is None:
+            self._explore(found, dimension, points, limit, among)
+        fits, value = corrected_bound(
+            lambda size: self._peak_and_excess(found, dimension.shape(size)),
+            points,
+            limit,
+            among,
+            (points if guide is None else guide).largest(limit, among),
+        )
         if fits in points and fits < dimension.most:
             fits = self._keeping_attention(found, dimension, points, fits)
         # Where no run confirmed a larger size, the last one that the points name is a guess.
         return Largest(value, confirmed=False) if fits == now < value else Largest(fits, confirmed=True)
 
-    def _keeping_attention(self, found: Found, dimension: Dimension, points: "_Points", fits: int) -> int:
+    def _keeping_attention(self, found: Found, dimension: Dimension, points: Convex, fits: int) -> int:
         """A larger size that fits with attention kept in every block, where that has the lower peak; else this one.
 
         What is kept is small where few blocks hold it: at the end of backward, where gradients are the most.
@@ -135,31 +91,27 @@ class Sizes:
         step = dimension.multiple_of
         other = max(points) if max(points) != fits else min(points)
         rise = max(1.0, (points[other] - points[fits]) / (other - fits)) if other != fits else math.inf
-        low, high = fits, min(dimension.most, fits + 2 * int((points[fits] - kept) / rise)) + step
-        for _ in range(WITH_ATTENTION):
-            value = (low + high) // 2 // step * step
-            if value - low < max(step, NOT_WORTH_A_RUN * low):
-                break
-            _, excess = self._peak_and_excess(found, dimension.shape(value), keeping)
-            low, high = (value, high) if excess <= 0 else (low, value)
-        return low
+        most = min(dimension.most, fits + 2 * int((points[fits] - kept) / rise)) + step
 
-    def _explore(
-        self, found: Found, dimension: Dimension, points: "_Points", within: Callable[["_Points"], int]
-    ) -> None:
+        def fits_keeping(value: int) -> bool:
+            return self._peak_and_excess(found, dimension.shape(value), keeping)[1] <= 0
+
+        return halved(fits_keeping, fits, most, step=step, near=NOT_WORTH_A_RUN, times=WITH_ATTENTION)
+
+    def _explore(self, found: Found, dimension: Dimension, points: Convex, limit: int, among: Range) -> None:
         """Add points until the size that they name is near to one of them."""
         now = dimension.now
         if len(points) == 1:
             other = 2 * now if 2 * now <= dimension.most else max(1, now // 2)
             points[other] = self._peak(found, dimension.shape(other))
         for _ in range(POINTS):
-            value = within(points)
+            value = points.largest(limit, among)
             if value <= FAR * max(points) and min(abs(value - known) / known for known in points) < NEAR:
                 break
             value = min(value, JUMP * max(points))
             points[value] = self._peak(found, dimension.shape(value))
 
-    def _guide(self, found: Found, dimension: Dimension, points: "_Points") -> "_Points | None":
+    def _guide(self, found: Found, dimension: Dimension, points: Convex) -> Convex | None:
         """Points that suggest where to look: those of the variant's other dimension, shifted by what the two need at
         the present size. Only dry runs decide.
 
@@ -173,14 +125,14 @@ class Sizes:
             # As many tokens in one sequence or in several take about the same, unless attention keeps all scores.
             if variant == mine and name != dimension.name and len(others) > 1:
                 shift = points[dimension.now] - others[start]
-                return _Points({size * dimension.now // start: peak + shift for size, peak in others.items()})
+                return Convex({size * dimension.now // start: peak + shift for size, peak in others.items()})
         return None
 
-    def _points(self, found: Found, dimension: Dimension) -> "_Points":
+    def _points(self, found: Found, dimension: Dimension) -> Convex:
         key = Variant.of(found.recipe), dimension.name, dimension.now
         if key not in self.points:
             now = dimension.now
-            self.points[key] = _Points({now: self._peak(found, dimension.shape(now))})
+            self.points[key] = Convex({now: self._peak(found, dimension.shape(now))})
         return self.points[key]
 
     def _beside(self, found: Found) -> int:

@@ -4,12 +4,13 @@ Two functions are available: a cheap, approximate measure and an expensive, exac
 It follows the secant of the last two values, because the memory of a step is nearly linear in its batch and its
 length, and bisects where the secant converges too slowly. `certain_bound` starts from that number and uses the test,
 mostly twice: for the number and for the one above it. Where the measure is as expensive as it is exact, `near_bound`
-finds a number that fits and is nearly the largest.
+finds a number that fits and is nearly the largest. Where a cheap measure shows the shape and an expensive one decides,
+`corrected_bound` follows the first and learns from the second.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 GROWTH = 16  # a guess is at most this many times the largest number known to fit
 UNBRACKETED = 3  # guesses that may all be too large before bisection replaces the secant
@@ -19,6 +20,9 @@ NEAR = 0.03  # of a number that fits: a larger one is not looked for
 DOWN = 0.06  # of a number that is refused though its bytes fit: the next guess is so much smaller
 BESIDE = 0.2  # of a number: how far away another one is that says how the measure rises
 MEASURES = 10  # of `near_bound`
+CORRECTIONS = 6  # measures of `corrected_bound`
+NOT_WORTH_A_RUN = 0.02  # of a number that fits: a larger one is not looked for by `corrected_bound`
+WIDE = 0.1  # of a number that fits: how far away one that does not is worth another measure, whatever the bytes say
 
 
 def rough_bound(measure: Callable[[int], int], limit: int, top: int, guess: int = 1) -> int:
@@ -135,3 +139,81 @@ def _guessed(taken: Line, with_known: Line, guide: Line, low: int, high: int, to
     if rise <= 0:
         return min(low * JUMP, top)
     return min(taken.number(rise, top), low * GROWTH)
+
+
+def halved(
+    fits: Callable[[int], bool], low: int, high: int, *, step: int = 1, near: float = 0.0, times: int | None = None
+) -> int:
+    """The largest number that fits, from `low`, which does, to `high`, which does not, by halving.
+
+    Of multiples of `step` it is about the largest. It ends where a larger one would be nearer than the share `near` of
+    what fits, or after so many times.
+    """
+    for _ in range(high - low if times is None else times):
+        middle = (low + high) // 2 // step * step
+        if middle - low < max(step, near * low):
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+class Range(NamedTuple):
+    """The numbers to choose from: multiples of `step`, from one that fits."""
+
+    known: int
+    most: int
+    step: int = 1
+
+
+class Convex(dict[int, int]):
+    """Bytes by number, where they are convex: constant parts alone first, then a straight line.
+
+    So what lies between two points is at most the chord, and what is read off it fits.
+    """
+
+    def largest(self, limit: int, among: Range) -> int:
+        """The largest number within the limit, between the points or beyond the last two."""
+        known, most, step = among
+        return max(known, min(self._largest(limit, most) // step * step, most))
+
+    def _largest(self, limit: int, most: int) -> int:
+        values = sorted(self)
+        within = [value for value in values if self[value] <= limit]
+        if not within:
+            return values[0]
+        low = within[-1]
+        above = [value for value in values if value > low]
+        if not above:
+            above, low = [low], max([value for value in values if value < low], default=low)
+        high = above[0]
+        slope = (self[high] - self[low]) / (high - low) if high != low else 0.0
+        return min(most, int(low + (limit - self[low]) / slope)) if slope > 0 else most
+
+
+def corrected_bound(
+    measure: Callable[[int], tuple[int, int]], points: Convex, limit: int, among: Range, guess: int
+) -> tuple[int, int]:
+    """The largest number found that fits, and the next one that the points name. The points get what was measured.
+
+    `measure` returns what the points hold, and by how much the number fits or not, which is what counts.
+    """
+    fits, room, fails, lacking, number = among.known, None, None, 0, guess
+    for _ in range(CORRECTIONS):
+        near = max(among.step, NOT_WORTH_A_RUN * fits)
+        if fails is not None and not fits + near <= number < fails:
+            # What is short beside the bytes of the points is no matter of a line: between what fits and what does not.
+            share = 0.5 if room is None else room / (room + lacking)
+            number = (fits + int(share * (fails - fits))) // among.step * among.step
+            if number - fits < near and fails - fits > WIDE * fits:
+                number = (fits + fails) // 2 // among.step * among.step
+        if number - fits < near:
+            break
+        points[number], excess = measure(number)
+        if excess <= 0:
+            # There is this much room. Where that is more than the points say, the line goes on.
+            fits, room, limit = number, -excess, max(limit, points[number] - excess)
+        else:
+            fails, lacking, among = number, excess, among._replace(most=number - among.step)
+            limit = min(limit, points[number]) - excess
+        number = points.largest(limit, among)
+    return fits, number

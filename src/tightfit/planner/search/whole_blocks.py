@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tightfit.errors import CompileError
 from tightfit.planner.levers import Combination, Lever, Role
 from tightfit.planner.records import Rejected
+from tightfit.planner.search.bisection import halved
 from tightfit.planner.search.candidates import Candidate
 from tightfit.planner.search.fusing import fuse_blocks
 from tightfit.planner.search.search import Search
@@ -50,14 +51,11 @@ def try_whole_blocks(search: Search, combination: Combination, kind: type[Lever]
 
 def mix(search: Search, combination: Combination, setting: Lever, higher: Lever) -> None:
     """Use the faster setting `higher`, which exceeds the budget in all blocks, in as many blocks as fit."""
-    found: Candidate | None = None
-    fits, over = 0, len(search.paths)
-    while over - fits > 1:
-        middle = (fits + over) // 2
-        candidate = search.trace_applied(combination.with_lever(setting.mixed(higher, middle)), {})
-        if search.excess(candidate) <= 0:
-            found, fits = candidate, middle
-        else:
-            over = middle
-    if found is not None:
-        search.consider(found, str(found.combination))
+    found: dict[int, Candidate] = {}
+
+    def fits(count: int) -> bool:
+        found[count] = search.trace_applied(combination.with_lever(setting.mixed(higher, count)), {})
+        return search.excess(found[count]) <= 0
+
+    if count := halved(fits, 0, len(search.paths)):
+        search.consider(found[count], str(found[count].combination))
