@@ -22,6 +22,7 @@ from tightfit.tracing.record import Category, OperatorRecord, Phase, StepTrace
 # blocks. It does not split a block with repeated experts or heads, because its attention keeps bytes outside of them
 # (nineteen shapes of models: tests/planner/model_shapes.py).
 COVERED = 0.9
+_IN_BACKWARD = (Phase.RECOMPUTE, Phase.BACKWARD)  # a forward inside backward counts as recompute
 AS_HEAVY = 0.5  # a part that is not repeated is a block if it keeps this share of what repeated parts beside it keep
 WORTH_IT = 0.01  # of what the heaviest block keeps; a block that keeps less is ignored
 _HOLDERS = nn.ModuleList | nn.Sequential | nn.ModuleDict
@@ -72,8 +73,8 @@ class CalledModule:
 def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace | None = None) -> list[str]:
     """Paths of the blocks: the matches of a glob, or the repeated parts of the traced step, else its largest parts.
 
-    Without glob and trace, the blocks are the repeated parts of the module tree: members of lists and dicts, and
-    attributes of one class. Raises `LeverError` if the glob matches nothing.
+    Without glob and trace, or where they run inside backward alone, the blocks are the repeated parts of the module
+    tree: members of lists and dicts, and attributes of one class. Raises `LeverError` if the glob matches nothing.
     """
     if pattern is not None:
         return matching_modules(model, pattern)
@@ -81,8 +82,21 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
         return [part.path for part in repeated_parts(_as_held(model), into_stages=False)]
     root = _as_run(model, trace)
     blocks = repeated_parts(root, into_stages=True) or largest_parts(root)
+    if [part.path for part in blocks] in ([], [""]) and (inside := _run_in_backward(model, trace)):
+        return inside
     least = WORTH_IT * max((part.kept_bytes for part in blocks), default=0)
     return list(dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least))
+
+
+def _run_in_backward(model: nn.Module, trace: StepTrace) -> list[str]:
+    """The repeated parts of the module tree, where all of them run inside backward, as those of a two-pass contrastive
+    loss do (GradCache, Gao et al. 2021): its first pass keeps nothing.
+    """
+    held = find_blocks(model)
+    first, last = trace.repeated
+    calls = [call for call in trace.calls if first <= call.start < last]
+    inside = {call.path for call in calls if trace.operators[call.start].phase in _IN_BACKWARD}
+    return held if inside.issuperset(held) else []
 
 
 def repeated_parts(part: CalledModule, *, into_stages: bool) -> list[CalledModule]:
