@@ -115,7 +115,12 @@ def test_the_examples_of_a_help_text_run_as_they_stand(command, a_readers_folder
         assert done.code == 0, (example, done.err)
 
 
-OTHERS = {"--output": {"FILE", "FOLDER"}, "--prompt": {"NAME", "TEXT"}, "--to": {None, "METHOD"}}  # other things
+OTHERS = {
+    "--host": {"ADDRESS", "NAME"},
+    "--output": {"FILE", "FOLDER"},
+    "--prompt": {"NAME", "TEXT"},
+    "--to": {None, "METHOD"},
+}  # other things
 
 
 def test_an_option_takes_the_same_kind_of_value_in_every_command():
