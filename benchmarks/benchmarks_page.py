@@ -14,6 +14,7 @@ from typing import Any
 
 from accuracy_page import RESULTS, ROOT, Record, gpu_page, rows, where
 from benchmark_targets import NO_CARD, Found, is_ours, targets
+from streamed_page import below_the_weights, beside_peers
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURE = ROOT / "docs" / "benchmarks.png"
@@ -46,6 +47,8 @@ COMMANDS = {
     "monitor_overhead": "python benchmarks/monitor_overhead.py --output benchmarks/results/monitor_overhead.json",
     "optimizer_step": "python benchmarks/optimizer_step.py --small --output benchmarks/results/optimizer_step.json",
     "offload_step": "python benchmarks/offload_step.py --small --output benchmarks/results/offload_step.json",
+    "streamed": "python benchmarks/streamed.py",
+    "streaming_peers": "python benchmarks/streaming_peers.py",
 }
 
 
@@ -442,6 +445,8 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
         "At small size on a CPU. On a card: " + NO_CARD + ".",
         {"bytes_per_parameter": "bytes a parameter"},
     ),
+    "streamed": below_the_weights,
+    "streaming_peers": beside_peers,
 }
 
 

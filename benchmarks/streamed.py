@@ -5,7 +5,8 @@ three residencies: no block streamed, some, and all but a few. Each training is 
 stream most blocks, the system bounds the memory: `RLIMIT_DATA`, which counts what is private and writable (heap,
 allocator, stacks), touched or not, and no page of a file. It is below the bytes of the weights.
 
-    python benchmarks/streamed.py [--small] [--work adapters all] [--steps N] [--folder DIR] [--output FILE]
+    python benchmarks/streamed.py [--small] [--work adapters all] [--residency NAME ...] [--steps N]
+        [--folder DIR] [--output FILE]
 
 All weights, resident, with their states do not fit a machine of 16 GB. That training is PyTorch's own: weights and
 gradients are in memory, moments in mapped files, and one weight after the other is updated by `torch.optim.adamw`.
@@ -239,6 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a decoder of 15M parameters")
     parser.add_argument("--work", nargs="+", choices=RESIDENT, default=list(RESIDENT))
+    parser.add_argument("--residency", nargs="+", default=["none", "half", "most", "every one"], help="none first")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="of the files")
     parser.add_argument("--case", metavar="JSON", help="one training in this process")
@@ -252,24 +254,26 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         weights = Path(folder) / "weights"
         nbytes = initial_weights(shape, weights)
-        limit = int(LIMIT_SHARE * nbytes)
         for work in given.work:
             rows: dict[str, Any] = {}
+            how = {"weights_bytes": nbytes, "blocks": shape["num_layers"], "steps": given.steps, "tokens": LENGTH}
+            results[work] = {**how, "limit": "RLIMIT_DATA", "environment": environment(), "rows": rows}
             for name, share in RESIDENT[work].items():
+                if name not in given.residency:
+                    continue
+                # Of all weights, two blocks with their states and the embedding with its own take as much as they do.
+                is_bounded = share == 0 or (share <= 0.1 and (given.small or work == "adapters"))
                 case = {
                     "work": work, "shape": shape, "resident": share, "steps": given.steps, "weights": str(weights),
-                    "folder": folder, "limit_bytes": limit if share <= 0.1 else None, "is_small": given.small,
+                    "folder": folder, "limit_bytes": int(LIMIT_SHARE * nbytes) if is_bounded else None,
+                    "is_small": given.small,
                 }  # fmt: skip
-                if work == "all" and 0 < share <= 0.1 and not given.small:
-                    case["limit_bytes"] = None  # two blocks with states, the embedding with its own
                 print(f"{work}, {name} streamed:", file=sys.stderr, flush=True)
                 row = rows[name] = in_own_process(case)
                 row["losses_equal"] = torch.equal(torch.tensor(row["losses"]), torch.tensor(rows["none"]["losses"]))
                 row["weights_equal"] = row["weights_sha256"] == rows["none"]["weights_sha256"]
-            how = {"weights_bytes": nbytes, "blocks": shape["num_layers"], "steps": given.steps, "tokens": LENGTH}
-            results[work] = {**how, "limit": "RLIMIT_DATA", "environment": environment(), "rows": rows}
-            given.output.parent.mkdir(parents=True, exist_ok=True)
-            given.output.write_text(json.dumps({"results": results}, indent=1) + "\n", "utf-8")
+                given.output.parent.mkdir(parents=True, exist_ok=True)
+                given.output.write_text(json.dumps({"results": results}, indent=1) + "\n", "utf-8")
     print(json.dumps({"results": results}, indent=1))
 
 
