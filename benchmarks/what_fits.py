@@ -130,21 +130,25 @@ def section(row: dict[str, Any]) -> str:
     shown = (fitting or recipes)[:ROWS]
     title = f"\n## {row['model']} on {row['device'].partition(',')[0]}, {row['gigabytes']} GB\n\n"
     count = f"{len(fitting)} of {len(recipes)} recipes fit sequences of {row['length']} tokens.\n\n"
-    head = (
-        "| recipe | peak | longest sequence | largest batch | step | tokens/s | changes | levers |\n"
-        "|---|---|---|---|---|---|---|---|\n"
-    )
-    return title + count + head + "".join(map(line, shown))
+    # Answers of earlier commits did not say the host's memory.
+    host = any(recipe.get("host_peak_bytes") is not None for recipe in shown)
+    names = ("recipe", "peak", *(("host", "blocks streamed") if host else ()), "longest sequence", "largest batch",
+             "step", "tokens/s", "changes", "levers")  # fmt: skip
+    head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
+    return title + count + head + "".join(line(recipe, host) for recipe in shown)
 
 
-def line(recipe: dict[str, Any]) -> str:
-    """One recipe."""
+def line(recipe: dict[str, Any], host: bool) -> str:
+    """One recipe; with the `host`'s memory and the blocks whose weights are there."""
     if not recipe["fits"]:
-        needed = f"needs {recipe['needed_bytes'] / GIB:.1f} GiB"
+        needed = f"needs {recipe['needed_bytes'] / GIB:.1f} GiB{' | |' if host else ''}"
         return f"| {recipe['name']} | {needed} | | | | | {recipe['changes']} | |\n"
+    there = recipe.get("host_peak_bytes")
+    on_host = ["" if there is None else f"{there / GIB:.1f} GiB", str(recipe.get("streamed_blocks") or "")]
     cells = (
         recipe["name"],
         f"{recipe['peak_bytes'] / GIB:.1f} GiB",
+        *(on_host if host else ()),
         *sizes(recipe),
         f"{recipe['step_seconds']:.2f} s",
         f"{recipe['tokens_per_second']:,.0f}",

@@ -39,3 +39,17 @@ def test_the_recipes_that_everybody_uses_are_among_the_first_rows(record):
     for pair in USUAL:
         first = [recipe["name"] for recipe in rows[pair][:FIRST_ROWS] if recipe["fits"]]
         assert any(USUAL[pair] in name for name in first), (pair, first)
+
+
+def test_a_table_shows_the_hosts_memory_and_streamed_blocks_where_its_answer_says_them(record, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    section = importlib.import_module("what_fits").section
+    row = record["results"][0]
+    first = {**next(recipe for recipe in row["recipes"] if recipe["fits"])}
+    streamed = {**first, "host_peak_bytes": 3 << 30, "streamed_blocks": 20}
+    nothing = {**first, "fits": False, "needed_bytes": 9 << 30}
+    text = section({**row, "recipes": [streamed, nothing]})
+    header, _, line = (each for each in text.splitlines() if each.startswith("|"))
+    cells = dict(zip(header.split("|"), line.split("|"), strict=True))
+    assert (cells[" host "], cells[" blocks streamed "]) == (" 3.0 GiB ", " 20 ")
+    assert "host" not in section({**row, "recipes": [{**first, "host_peak_bytes": None}]}).splitlines()[4]
