@@ -19,7 +19,7 @@ from tightfit.cli.explorer.uploads import Upload, UploadedModel
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
 from tightfit.planner.records import StepFigures
 from tightfit.planner.report.plan_tables import device_footprint, does_not_fit
-from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
+from tightfit.recipes.records import LargestSize, Outcome, Recipe, RecipesRecord
 
 TINY = "model: {hidden_size: 32, num_layers: 2, num_heads: 2, vocab_size: 64}"
 LLAMA = {
@@ -157,8 +157,8 @@ def test_recipes_are_a_table_best_first():
             2**34,
             step_seconds=0.5,
             tokens_per_second=4096.0,
-            longest_sequence=Largest(4096),
-            largest_batch=Largest(7, True),
+            longest_sequence=LargestSize(4096),
+            largest_batch=LargestSize(7, True),
         ),
         Outcome(Recipe("fp32"), False, 2**36, 2**36),
     )

@@ -20,12 +20,12 @@ from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, ConfigError, DataError, InputError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.saving import save_model
-from tightfit.planner.search.least import least_way
+from tightfit.planner.search.least import least_levers
 from tightfit.recipes import choices
 from tightfit.recipes import search as recipe_search
 from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
 from tightfit.recipes.ranking import ranked
-from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
+from tightfit.recipes.records import LargestSize, Outcome, Recipe, RecipesRecord
 from tightfit.recipes.table import NEAREST, describe_recipes
 from tightfit.recipes.variants import optimizer_of
 from tightfit.recipes.written import WrittenSections, next_steps, written
@@ -55,9 +55,9 @@ def test_no_levers_are_searched_for_a_recipe_whose_weights_alone_exceed_the_budg
 
     def searching(search, plain, **options):
         searched.append(search)
-        return least_way(search, plain, **options)
+        return least_levers(search, plain, **options)
 
-    monkeypatch.setattr(recipe_search, "least_way", searching)
+    monkeypatch.setattr(recipe_search, "least_levers", searching)
     model = decoder(num_layers=6, hidden_size=64)
     held = sum(p.numel() for p in model.parameters()) * 4
     asked = {
@@ -249,7 +249,7 @@ def test_a_recipe_that_another_one_beats_stands_behind():
     ],
 )
 def test_a_recipe_is_written_as_a_configuration(recipe, model, keys):
-    made = Outcome(recipe, True, 8, 8, longest_sequence=Largest(64), micro_batches=2)
+    made = Outcome(recipe, True, 8, 8, longest_sequence=LargestSize(64), micro_batches=2)
     text = written(made, WrittenSections(model, budget="8GiB", batch_size=4, sequence_length=512))
     config = parse_config(yaml.safe_load(text))
     assert {key: getattr(config.model, key, None) for key in keys if key != "preset"} == keys

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tightfit.recipes.records import Largest, Outcome, Recipe, RecipesRecord
+from tightfit.recipes.records import LargestSize, Outcome, Recipe, RecipesRecord
 from tightfit.training.config import AdapterConfig
 
 NF4 = AdapterConfig(r=16, base="nf4")
@@ -38,9 +38,9 @@ def test_levers_exact_to_rounding_change_nothing_else():
 
 
 def test_the_best_is_the_first_if_it_fits():
-    fits, not_fit = Outcome(Recipe(), True, 8, 8, longest_sequence=Largest(64)), Outcome(Recipe(), False, 9, 9)
+    fits, not_fit = Outcome(Recipe(), True, 8, 8, longest_sequence=LargestSize(64)), Outcome(Recipe(), False, 9, 9)
     found = RecipesRecord((fits, not_fit), "rtx4090", 8)
     assert (found.best, found.fitting, len(found), list(found)) == (fits, (fits,), 2, [fits, not_fit])
     assert RecipesRecord((not_fit,), "rtx4090", 8).best is None
     assert [each["longest_sequence"] for each in found.to_dict()["recipes"]] == [64, None]
-    assert (str(Largest(2048)), str(Largest(64, confirmed=True))) == ("~2,048", "64")
+    assert (str(LargestSize(2048)), str(LargestSize(64, confirmed=True))) == ("~2,048", "64")

@@ -87,13 +87,13 @@ class SampleLosses:
 
 
 @outside_training()
-def refuse_coupled(model: nn.Module, batch: Batch, loss: Loss, weigh: Weights | None = None) -> None:
+def refuse_coupled(model: nn.Module, batch: Batch, loss: Loss) -> None:
     """Raise `Coupled`, with the reason, unless the samples of the batch can be computed apart.
 
-    `weigh` gives the weights of parts; None: those of the lever micro-batches. Nothing of the model changes.
+    Parts have the weights of the lever micro-batches. Nothing of the model changes.
     """
     for trial in trials(model, batch, loss):
-        if not trial.adds_up(weigh or (lambda parts: as_parts(parts, loss))):
+        if not trial.adds_up(lambda parts: as_parts(parts, loss)):
             if trial.adds_up(lambda parts: [Part(part, 1.0) for part in parts]):
                 raise Coupled("the loss is a sum over samples, not a mean: say so by loss.reduction = 'sum'")
             raise Coupled(

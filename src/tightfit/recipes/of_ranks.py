@@ -28,7 +28,7 @@ from tightfit.recipes.batches import Dimension, dimensions_of, resized, token_co
 from tightfit.recipes.choices import Wanted, adapter_recipes, half_of, installed, least_bytes_of_rank
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.ranking import ranked
-from tightfit.recipes.records import FEW_BITS, Largest, Outcome, Recipe
+from tightfit.recipes.records import FEW_BITS, LargestSize, Outcome, Recipe
 from tightfit.recipes.search import budget_of_recipes
 from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
 from tightfit.runtime.forked import Notice, processes_for, shared_out
@@ -201,7 +201,7 @@ class RankStep:
         return Measured(over, over <= 0 and search.excess(step) <= 0)
 
 
-def largest_sizes(step: RankStep, beside: Line) -> tuple[tuple[Largest | None, Largest | None], Line]:
+def largest_sizes(step: RankStep, beside: Line) -> tuple[tuple[LargestSize | None, LargestSize | None], Line]:
     """The longest sequence and the largest batch of a rank; None where the batch is not of token ids alone.
 
     `beside` is what steps of the recipe were found to take with the engine, for other sizes and numbers of cards: bytes
@@ -218,7 +218,7 @@ def largest_sizes(step: RankStep, beside: Line) -> tuple[tuple[Largest | None, L
     return (longest, largest), beside
 
 
-def _largest(step: RankStep, dimension: Dimension, beside: Line) -> tuple[Largest, Line]:
+def _largest(step: RankStep, dimension: Dimension, beside: Line) -> tuple[LargestSize, Line]:
     unit = dimension.multiple_of
     size, length = dimension.shape(unit)
     tokens = size * length
@@ -229,7 +229,7 @@ def _largest(step: RankStep, dimension: Dimension, beside: Line) -> tuple[Larges
     )
     points = {number * tokens: over - step.held_bytes for number, over in line.points.items()}
     # What fits was played whole: this size, or the present one within the row's plan.
-    largest = Largest(max(found * unit, dimension.now), confirmed=True)
+    largest = LargestSize(max(found * unit, dimension.now), confirmed=True)
     return largest, Line({**beside.points, **points}, line.level)
 
 

@@ -88,7 +88,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestSize:
     """A largest sequence or batch that fits. It is confirmed if a dry run of that size fits the budget."""
 
     value: int
@@ -114,8 +114,8 @@ class Outcome:
     host_seconds: float | None = None  # of the host's launches, and of the device's kernels
     device_seconds: float | None = None
     tokens_per_second: float | None = None
-    longest_sequence: Largest | None = None
-    largest_batch: Largest | None = None
+    longest_sequence: LargestSize | None = None
+    largest_batch: LargestSize | None = None
     levers: tuple[str, ...] = ()
     streamed_blocks: int = 0  # whose frozen weights are on the host, of `blocks`
     blocks: int = 0

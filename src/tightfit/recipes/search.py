@@ -21,7 +21,7 @@ from tightfit.planner.records import HostMemory
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import fastest
-from tightfit.planner.search.least import Way, least_way
+from tightfit.planner.search.least import LeastLevers, least_levers
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import step_host
 from tightfit.recipes.batches import token_count
@@ -37,7 +37,14 @@ from tightfit.recipes.variants import (
     with_recipe,
     without_optimizer,
 )
-from tightfit.recipes.whole_step import PartTracer, WholeStep, frugal_levers, rungs, trace_update_of, trained
+from tightfit.recipes.whole_step import (
+    PartTracer,
+    WholeStep,
+    combinations_to_solve,
+    frugal_levers,
+    trace_update_of,
+    trained,
+)
 from tightfit.tracing.record import StepTrace
 from tightfit.units import is_share_of, parse_budget
 
@@ -72,7 +79,7 @@ class RecipeSearch:
     left_out: list[LeftOut] = field(default_factory=list)
     updates: dict[tuple, StepTrace] = field(default_factory=dict)  # variants that train the same share them
     steps: dict[tuple[Variant, str], WholeStep] = field(default_factory=dict)  # by variant and optimizer
-    least: dict[Variant, Way] = field(default_factory=dict)  # levers of about the least peak
+    least: dict[Variant, LeastLevers] = field(default_factory=dict)  # levers of about the least peak
     process_bytes: int = 0  # of the host's memory, beside tensors
 
     def __post_init__(self) -> None:
@@ -168,8 +175,8 @@ class RecipeSearch:
                 return self.planned(recipe, search)
             return Found(Outcome(recipe, False, plain.peak_bytes, fixed), search)
         needed: list[int] = []
-        for rung in rungs(search):
-            candidate, least = step.solved_for(rung)
+        for combination in combinations_to_solve(search):
+            candidate, least = step.solved_for(combination)
             if candidate is not None:
                 return self.found(search, recipe, candidate)
             needed.append(least)
@@ -189,14 +196,14 @@ class RecipeSearch:
             candidate = whole.trace_applied(whole.request.plain, {})
             if whole.excess(candidate) <= 0:
                 return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
-        rung = rungs(freeing)[0]
-        base = freeing.baseline(rung)
+        combination = combinations_to_solve(freeing)[0]
+        base = freeing.baseline(combination)
         needed = freeing.plain.peak_bytes + UNSEEN_BYTES
         for left in reversed(range(OFFLOADED_AGAIN)):
             within = base.choice_within(bound) if left else None
             # The last one is of the least peak: what the allocator cannot use follows no bound.
             choice = base.least_choice if within is None else within
-            candidate = whole.trace_applied(rung, base.policies(choice), base.priced, choice)
+            candidate = whole.trace_applied(combination, base.policies(choice), base.priced, choice)
             excess = whole.excess(candidate)
             if excess <= 0:
                 return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
@@ -227,7 +234,9 @@ class RecipeSearch:
             return found
         step = self.whole_step(recipe)
         # No search for better levers than the frugal ones would find what fits where states alone exceed the budget.
-        last = step.at_last(Way(*frugal_levers(search)) if step.stays_over else self.least_way_of(recipe, search))
+        last = step.at_last(
+            LeastLevers(*frugal_levers(search)) if step.stays_over else self.least_levers_of(recipe, search)
+        )
         if last is not None and search.excess(last) <= 0:
             found = self.found(search, recipe, last)
         elif last is not None:
@@ -236,10 +245,10 @@ class RecipeSearch:
         self.notice(_line(found.outcome))
         return found
 
-    def least_way_of(self, recipe: Recipe, search: Search) -> Way:
+    def least_levers_of(self, recipe: Recipe, search: Search) -> LeastLevers:
         """The levers of about the least peak of a recipe's variant."""
         if (variant := Variant.of(recipe)) not in self.least:
-            self.least[variant], _ = least_way(search, search.plain)
+            self.least[variant], _ = least_levers(search, search.plain)
         return self.least[variant]
 
     def found(self, search: Search, recipe: Recipe, candidate: Candidate) -> Found:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tightfit.errors import InputError
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
-from tightfit.recipes.records import Largest, Outcome, Recipe
+from tightfit.recipes.records import LargestSize, Outcome, Recipe
 from tightfit.recipes.search import Found, RecipeSearch
 from tightfit.recipes.sizes import Sizes
 from tightfit.recipes.variants import Variant
@@ -39,7 +39,7 @@ class _Answer(NamedTuple):
 class _Sized(NamedTuple):
     """The longest sequence and the largest batch of some recipes, and the sizes that were left out."""
 
-    sizes: dict[Recipe, tuple[Largest | None, Largest | None]]
+    sizes: dict[Recipe, tuple[LargestSize | None, LargestSize | None]]
     left_out: list[LeftOut]
 
 
@@ -174,11 +174,11 @@ class Shares:
 
     def sizes(
         self, rows: Iterable[Row], is_confirmed: Callable[[Row], bool]
-    ) -> dict[Recipe, tuple[Largest | None, Largest | None]]:
+    ) -> dict[Recipe, tuple[LargestSize | None, LargestSize | None]]:
         """The longest sequence and the largest batch of each row."""
         self.told("finding the longest sequences and the largest batches")
         wanted = _by_process(rows, lambda row: _Size(row.recipe, is_confirmed(row)))
-        found: dict[Recipe, tuple[Largest | None, Largest | None]] = {}
+        found: dict[Recipe, tuple[LargestSize | None, LargestSize | None]] = {}
         for answer in self.crew.ask({process: ("sized", each) for process, each in wanted.items()}).values():
             found |= answer.sizes
             self._leave_out(answer.left_out)

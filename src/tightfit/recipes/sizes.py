@@ -13,7 +13,7 @@ from tightfit.planner.search.bisection import NOT_WORTH_A_RUN, Convex, Range, co
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.recipes.batches import Dimension, Shape, dimensions_of, resized, shape_of
-from tightfit.recipes.records import Largest
+from tightfit.recipes.records import LargestSize
 from tightfit.recipes.search import Found, RecipeSearch
 from tightfit.recipes.variants import Variant
 from tightfit.recipes.whole_step import Levers, frugal_levers, keeping_attention
@@ -49,7 +49,7 @@ class Sizes:
         )
         return replace(found, outcome=outcome)
 
-    def _largest(self, found: Found, dimension: Dimension, confirm: bool) -> Largest:
+    def _largest(self, found: Found, dimension: Dimension, confirm: bool) -> LargestSize:
         variant, now, step = found.variant, dimension.now, dimension.multiple_of
         assert variant is not None, "asked by the caller"
         limit = variant.budget_bytes - UNSEEN_BYTES - self._beside(found)
@@ -61,7 +61,7 @@ class Sizes:
                 points[value] = self._peak(found, dimension.shape(value))
             self._explore(found, dimension, points, limit, among)
             value = points.largest(limit, among)
-            return Largest(value, confirmed=value == now)  # the size that was asked about was traced
+            return LargestSize(value, confirmed=value == now)  # the size that was asked about was traced
         if guide is None:
             self._explore(found, dimension, points, limit, among)
         fits, value = corrected_bound(
@@ -74,7 +74,7 @@ class Sizes:
         if fits in points and fits < dimension.most:
             fits = self._keeping_attention(found, dimension, points, fits)
         # Where no run confirmed a larger size, the last one that the points name is a guess.
-        return Largest(value, confirmed=False) if fits == now < value else Largest(fits, confirmed=True)
+        return LargestSize(value, confirmed=False) if fits == now < value else LargestSize(fits, confirmed=True)
 
     def _keeping_attention(self, found: Found, dimension: Dimension, points: Convex, fits: int) -> int:
         """A larger size that fits with attention kept in every block, where that has the lower peak; else this one.

@@ -24,7 +24,7 @@ from tightfit.planner.request import Request, optimizer_peak
 from tightfit.planner.search.bisection import rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import Refusal
-from tightfit.planner.search.least import as_it_will_run, least_way, peak_of, sized
+from tightfit.planner.search.least import as_it_will_run, least_levers, peak_of, sized
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.ranks.world import World
@@ -203,7 +203,7 @@ class Finder:
     def try_size(self, what: str, of_size: Callable[[Batch, int], Batch], top: int, unit: int) -> None:
         """The largest number of units, up to `top`, that fits."""
         searches: dict[int, Search] = {}
-        way, _ = least_way(self.search, self.search.plain, joining=False)
+        levers, _ = least_levers(self.search, self.search.plain, joining=False)
 
         def search_of(number: int) -> Search:
             if number not in searches:
@@ -215,7 +215,7 @@ class Finder:
             search = search_of(number)
             # A trace of forward and backward reserves more under FSDP2 than a step that others have preceded.
             alone = self.world is None
-            peak = peak_of(search, self.search.plain, way) if alone else as_it_will_run(search, way).peak_bytes
+            peak = peak_of(search, self.search.plain, levers) if alone else as_it_will_run(search, levers).peak_bytes
             return peak + UNSEEN_BYTES - search.budget_bytes
 
         with self.untried(f"a smaller {what}"):
@@ -434,10 +434,10 @@ class Finder:
         first = self.plain_candidate(search)
         if search.excess(first) <= 0 or optimizer_peak(search.plain) + UNSEEN_BYTES > search.budget_bytes:
             return first
-        way, _ = least_way(search, search.plain, joining=False)
-        combination, policies, trace = sized(search, way), dict(way.policies), as_it_will_run(search, way)
-        worst = search.tracer.routed_peaks(trace, combination, policies, way.joined)
-        found = Candidate(combination, policies, way.joined, trace, worst_bytes=max(worst, default=None))
+        levers, _ = least_levers(search, search.plain, joining=False)
+        combination, policies, trace = sized(search, levers), dict(levers.policies), as_it_will_run(search, levers)
+        worst = search.tracer.routed_peaks(trace, combination, policies, levers.joined)
+        found = Candidate(combination, policies, levers.joined, trace, worst_bytes=max(worst, default=None))
         return min(first, found, key=lambda candidate: candidate.needed_bytes)
 
     # Ways

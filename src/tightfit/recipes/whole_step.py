@@ -16,7 +16,7 @@ from tightfit.planner.blocks.solve import least_peak, solve
 from tightfit.planner.levers import Combination, MicroBatches, Role
 from tightfit.planner.request import Request, Tracer
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
-from tightfit.planner.search.least import Way
+from tightfit.planner.search.least import LeastLevers
 from tightfit.planner.search.search import Search
 from tightfit.recipes.variants import held_bytes
 from tightfit.tracing.joined import joined, state_bytes
@@ -96,7 +96,7 @@ def trace_update_of(shared: Search, optimizer: str, *, frees: bool) -> StepTrace
 # Levers
 
 
-def rungs(search: Search) -> list[Combination]:
+def combinations_to_solve(search: Search) -> list[Combination]:
     """The combinations to solve, from the fastest to the one of least memory: with all levers that keep the step's
     count of micro-batches, then with more of those.
     """
@@ -110,9 +110,9 @@ def rungs(search: Search) -> list[Combination]:
 
 
 def frugal_levers(search: Search) -> Levers:
-    """Levers of little memory: all of the first rung, and every block at its least."""
+    """Levers of little memory: all of the first combination, and every block at its least."""
     policies = [kind.frugal_policy(search.request.levers) for kind in search.of_role(Role.INSIDE_BLOCKS)]
-    return rungs(search)[0], dict.fromkeys(search.paths, policies[-1]) if policies else {}
+    return combinations_to_solve(search)[0], dict.fromkeys(search.paths, policies[-1]) if policies else {}
 
 
 def keeping_attention(search: Search, frugal: Levers) -> Levers | None:
@@ -164,16 +164,16 @@ class WholeStep:
         sums = max(self.shared.plain.peak_bytes + state_bytes(self.update), self.update_peak)
         return max(0, self.plain.peak_bytes - sums)
 
-    def solved_for(self, rung: Combination) -> tuple[Candidate | None, int]:
-        """The fastest candidate of a rung that fits, None if none does; and the least bytes that the rung needs."""
+    def solved_for(self, combination: Combination) -> tuple[Candidate | None, int]:
+        """The fastest candidate that fits, None if none does; and the least bytes that this combination needs."""
         search = self.shared
-        if rung not in search.priced and rung != search.request.plain and self._may_do(rung):
-            found = self.candidate(rung, {})
+        if combination not in search.priced and combination != search.request.plain and self._may_do(combination):
+            found = self.candidate(combination, {})
             if search.excess(found) <= 0:
                 return found, found.needed_bytes
-        priced = search.baseline(rung).priced
+        priced = search.baseline(combination).priced
         if priced is None:
-            found = self.candidate(rung, {})
+            found = self.candidate(combination, {})
             return (found if search.excess(found) <= 0 else None), found.needed_bytes
         # What the allocator adds to the sums, as in the plain step; the trace as applied has the last word.
         beside = state_bytes(self.update) + self.added_by_allocator
@@ -183,7 +183,7 @@ class WholeStep:
             solution = solve(priced.chain, bound)
             if solution is None:
                 break
-            found = self.candidate(rung, priced.policies(solution.choice), (), priced, solution.choice)
+            found = self.candidate(combination, priced.policies(solution.choice), (), priced, solution.choice)
             excess = search.excess(found)
             if excess <= 0:
                 return found, found.needed_bytes
@@ -191,17 +191,17 @@ class WholeStep:
         if least <= search.budget_bytes:
             # A lower bound is no lower excess where the allocator's segments are what is too large.
             choice = least_peak(priced.chain).choice
-            found = self.candidate(rung, priced.policies(choice), (), priced, choice)
+            found = self.candidate(combination, priced.policies(choice), (), priced, choice)
             if search.excess(found) <= 0:
                 return found, found.needed_bytes
         return None, max(least, search.budget_bytes + 1)
 
-    def _may_do(self, rung: Combination) -> bool:
-        """True if a rung's levers may be enough without recompute: pricing its blocks takes several traces."""
+    def _may_do(self, combination: Combination) -> bool:
+        """True if the combination alone may be enough without recompute: pricing its blocks takes several traces."""
         # A chunked loss saves the logits, which are the largest tensors of forward, and a few tensors of their size.
         activations = (s.bytes for s in self.plain.trace.storages if s.category is Category.ACTIVATION)
         over, parts = self.shared.excess(self.plain), self.shared.request.micro_batches
-        return over <= LOGITS * max(activations, default=0) or rung.micro_batches > parts
+        return over <= LOGITS * max(activations, default=0) or combination.micro_batches > parts
 
     @property
     def stays_over(self) -> bool:
@@ -209,11 +209,11 @@ class WholeStep:
         stays = max(self.update_peak, held_bytes(self.shared.request.model))
         return stays + UNSEEN_BYTES > self.shared.budget_bytes
 
-    def at_last(self, way: Way) -> Candidate | None:
+    def at_last(self, levers: LeastLevers) -> Candidate | None:
         """The step with levers of least memory, which need not fit; None if they cannot be applied."""
-        count = rungs(self.shared)[-1].get(MicroBatches)
-        combination = way.combination.without(MicroBatches).with_lever(count)
+        count = combinations_to_solve(self.shared)[-1].get(MicroBatches)
+        combination = levers.combination.without(MicroBatches).with_lever(count)
         try:
-            return self.candidate(combination, dict(way.policies), way.joined)
+            return self.candidate(combination, dict(levers.policies), levers.joined)
         except LeverError:  # a module that cannot be tiled
             return None

@@ -74,19 +74,13 @@ def memory_picture(
     return png(figure)
 
 
-def curve_picture(
-    points: Sequence[CurvePoint],
-    recipes: Sequence[CurvePoint],
-    *,
-    chosen_bytes: int | None = None,
-    budget_bytes: int | None = None,
-) -> bytes:
+def curve_picture(points: Sequence[CurvePoint], recipes: Sequence[CurvePoint]) -> bytes:
     """A PNG, 1200 by 600 pixels: step time against peak, the recipes beside the curve.
 
-    `chosen_bytes` is the peak of the plan's own point. Raises `InputError` if matplotlib is not installed.
+    Raises `InputError` if matplotlib is not installed.
     """
     figure = new_figure(HEIGHT)
-    _draw_curve(figure.subplots(), points, recipes, chosen_bytes, budget_bytes)
+    _draw_curve(figure.subplots(), points, recipes)
     return png(figure)
 
 
@@ -101,8 +95,8 @@ def _draw_curve(
     axis: "Axes",
     points: Sequence[CurvePoint],
     recipes: Sequence[CurvePoint],
-    chosen_bytes: int | None,
-    budget_bytes: int | None,
+    chosen_bytes: int | None = None,
+    budget_bytes: int | None = None,
 ) -> None:
     """Draw step time against peak; relative to the plain step's time, if that is known."""
     unit, divisor = _unit(max(point.peak_bytes for point in (*points, *recipes)))

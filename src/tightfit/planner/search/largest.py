@@ -18,7 +18,7 @@ from tightfit.planner.request import Request, lacking
 from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.fastest import Refusal, fastest
-from tightfit.planner.search.least import Way, as_it_will_run, least_way, peak_of
+from tightfit.planner.search.least import LeastLevers, as_it_will_run, least_levers, peak_of
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import fingerprint
 from tightfit.runtime.outside import outside_training
@@ -191,12 +191,12 @@ class _SizeSearch:
         guess = rough_bound(self.rough_excess, 0, top)
         number = max(guess, 1)
         search = self.search(number)
-        way, _ = least_way(search, self.plain_of(search))
-        if way.joined:  # segments need less memory, so larger numbers fit than the first bound says
-            guess = rough_bound(lambda n: self.excess_of_part(n, way), 0, top, guess=number)
+        levers, _ = least_levers(search, self.plain_of(search))
+        if levers.joined:  # segments need less memory, so larger numbers fit than the first bound says
+            guess = rough_bound(lambda n: self.excess_of_part(n, levers), 0, top, guess=number)
         if guess == top:
             return top
-        return rough_bound(lambda n: self.excess_as_it_will_run(n, way), 0, top, guess=max(guess, 1))
+        return rough_bound(lambda n: self.excess_as_it_will_run(n, levers), 0, top, guess=max(guess, 1))
 
     def search(self, number: int) -> Search:
         """The search for a number. The latest few are kept with their traces."""
@@ -229,14 +229,14 @@ class _SizeSearch:
         """Bytes over the budget with the least peak without segments. The best segments are searched only once."""
         search = self.search(number)
         plain = self.plain_of(search)
-        return self._excess(number, least_way(search, plain, joining=False)[1])
+        return self._excess(number, least_levers(search, plain, joining=False)[1])
 
-    def excess_of_part(self, number: int, way: Way) -> int:
+    def excess_of_part(self, number: int, levers: LeastLevers) -> int:
         search = self.search(number)
-        return self._excess(number, peak_of(search, self.plain_of(search), way))
+        return self._excess(number, peak_of(search, self.plain_of(search), levers))
 
-    def excess_as_it_will_run(self, number: int, way: Way) -> int:
-        trace = as_it_will_run(self.search(number), way)
+    def excess_as_it_will_run(self, number: int, levers: LeastLevers) -> int:
+        trace = as_it_will_run(self.search(number), levers)
         over = self._excess(number, trace.peak_bytes)
         # On CUDA the tensors may fit the budget while the allocator's segments do not fit on the device.
         return over if over > 0 or trace.reserved_bytes is None else max(over, lacking(trace, self.room_bytes))

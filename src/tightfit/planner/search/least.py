@@ -16,7 +16,7 @@ WORSE_IN_A_ROW = 2  # worse numbers of segments after which the search stops: th
 
 
 @dataclass(frozen=True)
-class Way:
+class LeastLevers:
     """Levers for about the least peak of a step, without the number of micro-batches, which depends on the batch."""
 
     combination: Combination
@@ -24,67 +24,68 @@ class Way:
     joined: tuple[str, ...] = ()
 
 
-def least_way(search: Search, plain: StepTrace, *, joining: bool = True) -> tuple[Way, int]:
-    """The way of least peak among those that a plan may use, and its peak in bytes.
+def least_levers(search: Search, plain: StepTrace, *, joining: bool = True) -> tuple[LeastLevers, int]:
+    """The levers of least peak among those that a plan may use, and that peak in bytes.
 
     `plain` is a plain step of the same model, with any batch. With `joining`, blocks joined to segments are tried too.
-    Raises `LeverError` if no way can be applied to the model.
+    Raises `LeverError` if no levers can be applied to the model.
     """
-    ways = [_frugal(search, plain)]
-    flat = ways[0].combination.without(*search.of_role(Role.WHOLE_BLOCKS))
+    tried = [_frugal(search, plain)]
+    flat = tried[0].combination.without(*search.of_role(Role.WHOLE_BLOCKS))
     for kind in search.of_role(Role.LAST):
-        ways += [replace(ways[0], combination=flat.with_lever(each)) for each in kind.settings(search.step(plain))[-1:]]
+        last = kind.settings(search.step(plain))[-1:]
+        tried += [replace(tried[0], combination=flat.with_lever(setting)) for setting in last]
     peaks: dict[int, int] = {}
     refused: LeverError | None = None
-    for index, way in enumerate(ways):
+    for index, levers in enumerate(tried):
         try:
-            peaks[index] = peak_of(search, plain, way)
-        except LeverError as error:  # a module that cannot be tiled: the other ways remain
+            peaks[index] = peak_of(search, plain, levers)
+        except LeverError as error:  # a module that cannot be tiled: the others remain
             refused = refused or error
     if not peaks and refused is not None:
         raise refused
     best = min(peaks, key=peaks.__getitem__)
     may = search.request.may
-    way, peak = ways[best], peaks[best]
+    levers, peak = tried[best], peaks[best]
     # With offload the inputs of blocks have left the device already, so joining blocks would save nothing.
     if joining and may(Recompute) and not may(Offload) and peak > optimizer_peak(plain):
-        return _joined(search, plain, way, peak)
-    return way, peak
+        return _joined(search, plain, levers, peak)
+    return levers, peak
 
 
-def peak_of(search: Search, plain: StepTrace, way: Way) -> int:
-    """The approximate peak of a way in bytes, from one dry run of forward and backward."""
-    part = search.tracer.part(sized(search, way), way.policies, plain, way.joined)
+def peak_of(search: Search, plain: StepTrace, levers: LeastLevers) -> int:
+    """The approximate peak with these levers in bytes, from one dry run of forward and backward."""
+    part = search.tracer.part(sized(search, levers), levers.policies, plain, levers.joined)
     return max(part.peak_bytes, optimizer_peak(plain))
 
 
-def as_it_will_run(search: Search, way: Way) -> StepTrace:
+def as_it_will_run(search: Search, levers: LeastLevers) -> StepTrace:
     """The whole step with these levers, optimizer included."""
-    return search.whole(sized(search, way), dict(way.policies), way.joined)
+    return search.whole(sized(search, levers), dict(levers.policies), levers.joined)
 
 
-def sized(search: Search, way: Way) -> Combination:
-    """The way's combination with the largest number of micro-batches that the search's batch allows."""
+def sized(search: Search, levers: LeastLevers) -> Combination:
+    """Their combination with the largest number of micro-batches that the search's batch allows."""
     request = search.request
     may = request.may(MicroBatches)
     counts = MicroBatches.apart(request.separation, request.micro_batches, request.size) if may else []
     sized = counts[-1:] or request.plain.levers
-    return way.combination.without(MicroBatches).with_lever(sized[0] if sized else None)
+    return levers.combination.without(MicroBatches).with_lever(sized[0] if sized else None)
 
 
-def _frugal(search: Search, plain: StepTrace) -> Way:
+def _frugal(search: Search, plain: StepTrace) -> LeastLevers:
     combination, inside = search.combinations(plain)[-1], search.of_role(Role.INSIDE_BLOCKS)
     for kind in search.of_role(Role.WHOLE_BLOCKS) if search.paths and not inside else ():
-        return Way(combination.with_lever(kind.settings(search.step(plain))[-1]), {})
+        return LeastLevers(combination.with_lever(kind.settings(search.step(plain))[-1]), {})
     policies = [kind.frugal_policy(search.request.levers) for kind in inside]
-    return Way(combination, dict.fromkeys(search.paths, policies[-1] if policies else KEEP_ALL))
+    return LeastLevers(combination, dict.fromkeys(search.paths, policies[-1] if policies else KEEP_ALL))
 
 
-def _joined(search: Search, plain: StepTrace, way: Way, peak: int) -> tuple[Way, int]:
-    """The way with its blocks joined to the number of segments that lowers its peak most, and that peak."""
-    best, worse, paths = (way, peak), 0, search.paths
+def _joined(search: Search, plain: StepTrace, levers: LeastLevers, peak: int) -> tuple[LeastLevers, int]:
+    """The levers with blocks joined to the number of segments that lowers the peak most, and that peak."""
+    best, worse, paths = (levers, peak), 0, search.paths
     for segments in segment_counts(len(paths)):
-        joined = replace(way, joined=every_block(paths, segments=segments).joined)
+        joined = replace(levers, joined=every_block(paths, segments=segments).joined)
         found = peak_of(search, plain, joined)
         best, worse = ((joined, found), 0) if found < best[1] else (best, worse + 1)
         if worse == WORSE_IN_A_ROW:

@@ -27,7 +27,7 @@ POINTS = 8  # budgets between the plain peak and the least; each needs one solve
 Choice = tuple[Baseline, Solution]
 
 
-class Applied(NamedTuple):
+class NamedLevers(NamedTuple):
     """Levers of a step, with their name."""
 
     name: str
@@ -58,7 +58,7 @@ class Tradeoff:
 
     # The frontier
 
-    def descend(self, baselines: Sequence[Baseline], count: int) -> list[Applied]:
+    def descend(self, baselines: Sequence[Baseline], count: int) -> list[NamedLevers]:
         """The best choice at each of `count` budgets from the plain peak down to the least."""
         solvable = [baseline for baseline in baselines if baseline.priced is not None]
         for baseline in baselines:
@@ -89,12 +89,12 @@ class Tradeoff:
                 found = (baseline, solution)
         return found
 
-    def chosen(self, baseline: Baseline, solution: Solution) -> Applied:
+    def chosen(self, baseline: Baseline, solution: Solution) -> NamedLevers:
         """A choice inside blocks."""
         assert baseline.priced is not None, "a solution is that of a priced baseline"
         return self.applied(baseline.combination, baseline.priced.policies(solution.choice))
 
-    def joined(self, baseline: Baseline) -> list[Applied]:
+    def joined(self, baseline: Baseline) -> list[NamedLevers]:
         """Blocks joined to a few segments, which also recompute the blocks' outputs."""
         paths = self.search.paths
         counts = sorted({len(paths) // 2, math.isqrt(len(paths))} - {0, len(paths)}, reverse=True)
@@ -109,26 +109,28 @@ class Tradeoff:
         except CompileError:
             return  # the search has recorded the reason among the rejected combinations
 
-    def applied(self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()) -> Applied:
+    def applied(
+        self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str] = ()
+    ) -> NamedLevers:
         """Levers, named by how many blocks do what."""
         name = describe_levers(combination, policies, len(self.search.paths), len(joined))
-        return Applied(name, combination, policies, joined)
+        return NamedLevers(name, combination, policies, joined)
 
     # Recipes
 
-    def recipes(self) -> list[Applied]:
+    def recipes(self) -> list[NamedLevers]:
         """The fixed recipes that people use without a plan."""
         plain, paths = self.search.request.plain, self.search.paths
         every, second = every_block(paths).policies, every_second_block(paths).policies
         found = []
         if paths:
-            found.append(Applied("every block recomputed", plain, every))
+            found.append(NamedLevers("every block recomputed", plain, every))
         if second:
-            found.append(Applied("every second block recomputed", plain, second))
+            found.append(NamedLevers("every second block recomputed", plain, second))
         for chunked in map(plain.with_lever, ChunkedLoss.settings(self.search.step())):
-            found.append(Applied("chunked loss", chunked, {}))
+            found.append(NamedLevers("chunked loss", chunked, {}))
             if paths:
-                found.append(Applied("chunked loss, every block recomputed", chunked, every))
+                found.append(NamedLevers("chunked loss, every block recomputed", chunked, every))
         return found
 
     def try_forbidden(self) -> None:
