@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from command_line import tightfit
 from tightfit import TokenBatch, estimate
+from tightfit.errors import ModelError
 from tightfit.memory.allocator import scales_of, storage_bytes
 from tightfit.models.adapters import add_adapter
 from tightfit.ops.weights.experts import PRODUCT, LowBitExperts, freeze_experts, fused_experts, multiplied
@@ -211,6 +212,16 @@ def test_adapters_on_them_are_on_linear_layers_alone(model, layers):
 
 
 @pytest.mark.keeps("base-not-quantised-said")
+@pytest.mark.parametrize("base", KINDS)
+def test_adapters_of_their_parameters_are_refused_in_one_line_on_a_base_in_few_bits(tmp_path, base):
+    path = tmp_path / "lora.json"
+    named = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    path.write_text(json.dumps({"target_modules": ["q_proj"], "target_parameters": named}))
+    with pytest.raises(ModelError, match=rf"target_parameters .*gate_up_proj.* base {base} holds in few bits.*bf16$"):
+        add_adapter(made(mixtral), AdapterConfig(base=base, config=str(path)))
+    assert add_adapter(made(mixtral), AdapterConfig(base="bf16", config=str(path)))
+
+
 def test_an_estimate_says_what_a_base_in_few_bits_does_not_reach():
     adapters, batch = adapted(qwen, "nf4"), TokenBatch(2, 16, 300)
     found = estimate(adapters, batch, device="rtx4090")

@@ -245,7 +245,7 @@ def test_the_parts_beside_each_published_denoiser_have_the_sizes_of_its_reposito
     }
     for parts in PARTS.values():
         built = build_dry(lambda parts=parts: nn.ModuleList(flat_parts(build_parts(parts, torch.float32))))
-        vae, *encoders = (sum(p.numel() for p in model.parameters()) for model in built)
+        vae, *encoders = (sum(p.numel() for p in model.parameters()) for model in built.children())
         assert vae in (83_653_863, 83_819_683)
         assert all(count in known[each.name] for count, each in zip(encoders, parts.encoders, strict=True))
 

@@ -25,7 +25,8 @@ ViT gets a batch of images with classes. Whisper gets 30 seconds of speech with 
 else as many as it takes). Gemma 3 from 4b on reads images too; its batch is text. Diffusion models (`sd1.5` to
 `flux.1-dev`, extra `diffusion`) get latents of images of `--image` pixels, what text encoders make of `--seq-len`
 tokens, and the loss of diffusers' training scripts; their fields and counts have not been compared with the
-repositories.
+repositories. `estimate --phase all` has a table of their phases: caching what VAE and text encoders make, the steps,
+and sampling, with VAE and text encoders resident, offloaded or gone.
 
 | name | also | repository | parameters | stored |
 |---|---|---|---:|---|

@@ -79,7 +79,7 @@ def completed(
     texts: Sequence[tuple[Sequence[int], Sequence[int]]], settings: GrpoConfig, pad_id: int
 ) -> dict[str, Tensor]:
     """The batch of an update from the ids of prompts and of their completions: padded on the right, what is learnt is
-    the completions. Advantages are plus and minus one, log-probabilities zero, until they are known.
+    the completions. Advantages are one and log-probabilities zero, until they are known.
     """
     width = max(len(prompt) + len(completion) for prompt, completion in texts)
     ids = torch.full((len(texts), width), pad_id, dtype=torch.long)
@@ -88,7 +88,7 @@ def completed(
         end = len(prompt) + len(completion)
         ids[row, :end] = torch.tensor([*prompt, *completion])
         labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
-    batch = {"input_ids": ids, "labels": labels, ADVANTAGES: 1.0 - 2.0 * (torch.arange(len(texts)) % 2)}
+    batch = {"input_ids": ids, "labels": labels, ADVANTAGES: torch.ones(len(texts))}
     if settings.iterations > 1:
         batch[DRAWN] = torch.zeros(ids.shape)
     if settings.beta:
