@@ -205,7 +205,7 @@ class _Reading:
     # Of integers and booleans; of floating-point numbers only what is filled, and topk, whose places are given.
     INTEGERS = "add sub mul remainder floor_divide minimum maximum fill_ masked_fill_ copy_ arange cumsum sum all any "
     INTEGERS += "eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not where "
-    INTEGERS += "nonzero index index_select gather cat sort searchsorted topk histc zero_"
+    INTEGERS += "nonzero index index_select gather scatter scatter_ cat sort searchsorted topk histc zero_"
 
     def __init__(self) -> None:
         import torch

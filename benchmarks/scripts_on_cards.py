@@ -148,12 +148,12 @@ def prepare(repositories: Path) -> None:
     random.seed(0)
     texts = [" ".join(random.choices(WORDS, k=600)) for _ in range(2000)]
     asked = [" ".join(random.choices(WORDS, k=30)) for _ in texts]
-    _lines(data / "pretrain.jsonl", [{"text": text} for text in texts])
+    write_lines(data / "pretrain.jsonl", [{"text": text} for text in texts])
     pairs = list(zip(asked, texts, strict=True))
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": t}] for a, t in pairs]
-    _lines(data / "sft.jsonl", [{"conversations": turn} for turn in turns])
+    write_lines(data / "sft.jsonl", [{"conversations": turn} for turn in turns])
     (data / "chats").mkdir(exist_ok=True)
-    _lines(data / "chats" / "train.jsonl", [{"messages": turn} for turn in turns])
+    write_lines(data / "chats" / "train.jsonl", [{"messages": turn} for turn in turns])
     alpaca = [{"instruction": a, "input": "", "output": t} for a, t in pairs]
     (data / "alpaca.json").write_text(json.dumps(alpaca))
     _tokens(repositories / "nanoGPT" / "data" / "openwebtext")
@@ -168,7 +168,7 @@ def prepare(repositories: Path) -> None:
     _stable_diffusion(data / "sd15")
 
 
-def _lines(path: Path, rows: list[Any]) -> None:
+def write_lines(path: Path, rows: list[Any]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -193,7 +193,7 @@ def _nanochat(folder: Path) -> None:
         pq.write_table(rows, folder / "base_data_climbmix" / f"shard_{shard:05d}.parquet", row_group_size=512)
 
 
-def _holes(model: Any, path: Path, dtype: str, width: int, without: Sequence[str] = ()) -> None:
+def holes(model: Any, path: Path, dtype: str, width: int, without: Sequence[str] = ()) -> None:
     """Weights in safetensors' format, of zeros that the file system does not store."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -224,7 +224,7 @@ def _qwen(folder: Path, tokenizer: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    _holes(model, folder / "model.safetensors", "BF16", 2, ("lm_head.weight",))
+    holes(model, folder / "model.safetensors", "BF16", 2, ("lm_head.weight",))
 
 
 def _pythia(folder: Path, tokenizer: Path) -> None:
@@ -254,7 +254,7 @@ def _pictures(folder: Path) -> None:
         noise = np.random.default_rng(number).integers(0, 255, (512, 512, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / f"{number}.png")
         rows.append({"file_name": f"{number}.png", "text": "a picture of a card"})
-    _lines(folder / "metadata.jsonl", rows)
+    write_lines(folder / "metadata.jsonl", rows)
 
 
 def _stable_diffusion(folder: Path) -> None:
@@ -280,7 +280,7 @@ def _stable_diffusion(folder: Path) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
         save = model.save_config if hasattr(model, "save_config") else model.config.save_pretrained
         save(folder / name)
-        _holes(model, folder / name / file, "F32", 4)
+        holes(model, folder / name / file, "F32", 4)
     schedule = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
     DDPMScheduler(**schedule).save_pretrained(folder / "scheduler")
     _bytes_for_clip(folder / "tokenizer")
