@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu import page as gpu_page
+from benchmarks.published.peft_page import methods
 from benchmarks.published.seconds_page import seconds_on_cards, two_clocks
 from benchmarks.published.sharded_page import sharded
 
@@ -435,6 +436,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "published": published,
     "published_kernels": published_kernels,
     "published_sharded": sharded,
+    "published_peft": methods,
     "card": on_null_cards,
     "step_time": step_time,
     "published_seconds": seconds_on_cards,
@@ -448,6 +450,7 @@ SCRIPTS = {
     "gpu": "gpu",
     "published": "published/peaks.py",
     "published_kernels": "published/kernels.py",
+    "published_peft": "published/peft.py",
     "published_sharded": "published/sharded.py",
     "published_seconds": "published/seconds.py",
     "published_clocks": "published/clocks.py",

@@ -25,9 +25,10 @@ def test_the_page_says_what_the_results_file_says(name, monkeypatch):
     assert (ROOT / "docs" / name).read_text("utf-8") == page
 
 
-def test_the_table_of_scripts_is_that_of_the_results_file(monkeypatch):
+@pytest.mark.parametrize("name", ["scripts_on_cards", "packages_on_cards"])
+def test_the_table_of_trainings_of_others_is_that_of_the_results_file(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    module = importlib.import_module("scripts_on_cards")
+    module = importlib.import_module(name)
     table = module.table(json.loads(module.RESULTS.read_text("utf-8")))
     assert len(table.splitlines()) > 6
     for page in module.PAGES:

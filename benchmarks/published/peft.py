@@ -218,7 +218,12 @@ def main() -> None:
         row.pop(f"{name}_failed", None)
         row |= asked(name, row, lambda one: ask(one, repository, data))
         print(experiment, row["published_bytes"], row.get(f"{name}_error", row.get(f"{name}_failed")), flush=True)
-        content = {"environment": environment(), "summary": summary([*rows.values()]), "rows": [*rows.values()]}
+        content = {
+            "environment": environment(),
+            "longest": LONGEST,
+            "summary": summary([*rows.values()]),
+            "rows": [*rows.values()],
+        }
         given.output.write_text(json.dumps(content, indent=1) + "\n")
 
 

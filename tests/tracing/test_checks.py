@@ -144,3 +144,23 @@ def test_a_function_that_is_traced_is_run_again():
     found = tightfit.trace(lambda: finite(model(x)).square().mean().backward(), device=round_device())
     plain = tightfit.trace(lambda: model(x).square().mean().backward(), device=round_device())
     assert found.peak_bytes == plain.peak_bytes
+
+
+COUNTS = {
+    "unique": lambda out: torch.unique((out > 0).sum(-1)).numel() * out.mean(),
+    "unique_dim": lambda out: torch.unique(out.detach().round(), dim=0, return_inverse=True)[1].sum() * out.mean(),
+    "unique_consecutive": lambda out: torch.unique_consecutive((out > 0).long().flatten()).sum() * out.mean(),
+    "nonzero": lambda out: out[(out > 0).nonzero(as_tuple=True)].sum(),
+    "masked_select": lambda out: out.masked_select(out > 0).sum(),
+    "repeat_interleave": lambda out: out.repeat_interleave((out > 0).sum(-1), dim=0).sum(),
+    "bincount": lambda out: torch.bincount((out > 0).sum(-1)).sum() * out.mean(),
+    "histogram": lambda out: torch.histogram(out.detach(), 5).hist.sum() * out.mean(),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_results_that_are_as_many_as_numbers_say_are_assumed_and_told(name):
+    model, batch = nn.Linear(8, 64), (torch.randn(32, 8),)
+    found = tightfit.estimate(model, batch, loss=lambda model, batch: COUNTS[name](model(*batch)))
+    text = " ".join(found.assumptions).replace("_unique2", "unique")
+    assert (f"the number of results of aten.{name}." in text) == (name != "histogram"), text

@@ -49,6 +49,7 @@ from tightfit.tracing.recording import (
 from tightfit.tracing.restore import Contents
 from tightfit.tracing.rules import (
     CHOOSING,
+    COUNTED,
     INDEXING,
     LENGTHS,
     NEVER_COMPUTED,
@@ -319,6 +320,8 @@ class DryRun(Recording):
             returns = len(func._schema.returns)
             return None if returns == 0 else targets[0] if returns == 1 else tuple(targets[:returns])
         shapes = self.shapes(func, args, kwargs, key)
+        if func in COUNTED and kwargs.get("output_size") is None:
+            self.questions.note(f"the number of results of {func}", COUNTED[func], moves_peak=True)
         out = unbacked_tensors(shapes)
         if traits.name in _CHOOSING:
             out = self.choose(func, args, out)

@@ -169,6 +169,47 @@ def _masked_select(source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.empty(torch.broadcast_shapes(source.shape, mask.shape).numel(), dtype=source.dtype, device="meta")
 
 
+def _unique(source: torch.Tensor, sorted: bool = True, inverse: bool = False, counts: bool = False) -> Any:
+    # Where each element is another one, the worst case. Places and counts are there if they are asked for.
+    number = source.numel()
+    places = source.shape if inverse or counts else (0,)
+    return (
+        _meta((number,), source.dtype),
+        _meta(places, torch.int64),
+        _meta((number if counts else 0,), torch.int64),
+    )
+
+
+def _unique_alone(source: torch.Tensor, sorted: bool = True, inverse: bool = False) -> Any:
+    return _unique(source, sorted, inverse)[:2]
+
+
+def _unique_consecutive(
+    source: torch.Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None
+) -> Any:
+    return _unique(source, True, inverse, counts) if dim is None else _unique_dim(source, dim)
+
+
+def _unique_dim(source: torch.Tensor, dim: int, *rest: Any) -> Any:
+    number = source.shape[dim]
+    return _meta(source.shape, source.dtype), _meta((number,), torch.int64), _meta((number,), torch.int64)
+
+
+def _bincount(source: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    # The highest number decides; assumed is one that the bins asked for hold, or as many bins as there are numbers.
+    kept = torch.int64 if weights is None else weights.dtype if weights.dtype == torch.float32 else torch.float64
+    return _meta((minlength or source.numel(),), kept)
+
+
+def _repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+    return _meta((repeats.numel() if output_size is None else output_size,), repeats.dtype)  # each once, if unknown
+
+
+def _histogram(source: torch.Tensor, bins: int | torch.Tensor = 100, **rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    number = bins.numel() - 1 if isinstance(bins, torch.Tensor) else bins
+    return _meta((number,), source.dtype), _meta((number + 1,), source.dtype)
+
+
 def _fused_rms_norm(
     source: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,6 +247,18 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
 
 # Operators whose results' sizes depend on numbers in these arguments: lengths, which are usually known.
 LENGTHS = {aten._ctc_loss.Tensor: (2, 3)}
+
+# Operators whose results are as many as numbers say, and what is assumed of numbers that are not known.
+COUNTED: dict[Any, str] = {
+    aten.nonzero.default: "one for each element",
+    aten.masked_select.default: "one for each element",
+    **{
+        getattr(aten, name).default: "one for each element"
+        for name in ("_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive")
+    },
+    aten.bincount.default: "minlength, else one for each element",
+    aten.repeat_interleave.Tensor: "one for each element",
+}
 
 # Operators that are never computed, even if their inputs are small and known: those of CUDA, which have no CPU kernel,
 # and those whose tensors of lengths were replaced by numbers.
@@ -415,6 +468,15 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.mkldnn_rnn_layer_backward.default: _mkldnn_rnn_layer_backward,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
+    aten._unique.default: _unique_alone,
+    aten._unique2.default: _unique,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.unique_dim.default: _unique_dim,
+    aten.unique_dim_consecutive.default: _unique_dim,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.histogram.bin_ct: _histogram,
+    aten.histogram.bins_tensor: _histogram,
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,
