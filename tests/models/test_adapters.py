@@ -14,6 +14,7 @@ from tightfit.models.loading import build_model
 from tightfit.models.published import published
 from tightfit.models.saving import load_model, save_model
 from tightfit.planner.levers import ChunkedLoss
+from tightfit.recipes.neighbours import layers_to_adapt
 from tightfit.step import StepSettings
 from tightfit.training.config import AdapterConfig, PretrainedModel, parse_config
 from tiny import allocator_peak, decoder
@@ -138,6 +139,26 @@ def test_layers_that_the_model_does_not_have_are_answered_with_those_that_it_has
     with pytest.raises(ModelError, match=r"target_modules .*wrong.* are none of .*down_proj.*q_proj") as caught:
         adapted(folder, target_modules=("wrong",))
     assert "\n" not in str(caught.value)
+
+
+def numbered():
+    """Three blocks whose layers have numbers as names, as the blocks have."""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)) for _ in range(3)]
+    return torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Sequential(*blocks))
+
+
+def test_a_name_that_means_more_than_linear_layers_is_one_line_without_the_module():
+    with pytest.raises(ModelError, match=r"target_modules name a Sequential, which is no linear layer") as caught:
+        add_adapter(numbered(), AdapterConfig(target_modules=("0", "1")))
+    assert len(str(caught.value)) < 200
+
+
+def test_ways_out_adapt_layers_whose_names_are_numbers():
+    model = numbered()
+    targets = layers_to_adapt(model, None)
+    assert isinstance(targets, tuple)
+    found = add_adapter(model, AdapterConfig(target_modules=targets))
+    assert sum("lora_A" in name for name, _ in found.named_parameters()) == 6
 
 
 def test_a_model_that_peft_has_no_layers_in_mind_for_must_name_them():

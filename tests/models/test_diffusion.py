@@ -12,7 +12,7 @@ from command_line import tightfit as run
 from tightfit.errors import InputError, ModelError
 from tightfit.memory.allocator import measured_peak, storage_bytes
 from tightfit.models.adapters import add_adapter
-from tightfit.models.diffusion import build_denoiser, denoising_batch, denoising_loss, is_denoiser
+from tightfit.models.diffusion import KINDS, build_denoiser, denoising_batch, denoising_loss, is_denoiser
 from tightfit.models.diffusion_parts import (
     PARTS,
     Encoder,
@@ -25,6 +25,7 @@ from tightfit.models.diffusion_parts import (
     latents_of,
 )
 from tightfit.models.published import published
+from tightfit.recipes.neighbours import layers_to_adapt
 from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.record import Category
@@ -262,3 +263,8 @@ def test_phases_of_what_has_none_are_refused_in_one_line():
         done = run("estimate", *arguments)
         assert done.code == 2
         assert says in done.err
+
+
+def test_ways_out_adapt_the_layers_of_diffusers_scripts():
+    model, *_ = made("sd1.5", lora=False)
+    assert layers_to_adapt(model, None) == KINDS["UNet2DConditionModel"].adapted

@@ -212,6 +212,9 @@ def _reason(text: str, model: nn.Module) -> str:
     found = re.match(r"Target modules (.+?) not found", text)
     if found:
         return f"target_modules {found[1]} are none of the model's linear layers: they are {', '.join(names)}"
+    found = re.match(r"Target module (\w+)\(.* is not supported", text, re.DOTALL)  # which prints the whole module
+    if found:
+        return f"target_modules name a {found[1]}, which is no linear layer: these are {', '.join(names)}"
     return " ".join(text.split())
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from tightfit.models.adapters import is_adapted, usual_layers
+from tightfit.models.diffusion import is_denoiser
 from tightfit.names import OFFLOADED, OPTIMIZERS, facts_of
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.planner.blocks.find import find_blocks
@@ -126,15 +127,23 @@ def trains_all(model: nn.Module) -> bool:
 
 def layers_to_adapt(model: nn.Module, blocks: str | None) -> str | tuple[str, ...] | None:
     """The layers that adapters go on: those of `usual_layers`, or the linear ones of all blocks."""
-    if _is_of_transformers(model):
+    if _is_of_transformers(model) or is_denoiser(model):
         return usual_layers(model)
-    names = {
-        path.rpartition(".")[2]
+    others = {end for path, m in model.named_modules() if not isinstance(m, nn.Linear) for end in _ends_of(path)}
+    linear = {
+        f"{block}.{path}".strip(".")
         for block in find_blocks(model, blocks)
         for path, module in module_at(model, block).named_modules()
         if isinstance(module, nn.Linear)
     }
-    return tuple(sorted(names - {""}))
+    # Adapters find layers by the ends of their paths. A number alone may also be that of a block.
+    return tuple(sorted({next((end for end in _ends_of(path) if end not in others), path) for path in linear} - {""}))
+
+
+def _ends_of(path: str) -> list[str]:
+    """All ends of a path, the shortest first: `c`, `b.c`, `a.b.c`."""
+    parts = path.split(".")
+    return [".".join(parts[at:]) for at in reversed(range(len(parts)))]
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
