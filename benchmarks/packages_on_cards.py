@@ -13,6 +13,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ from cut_cross_entropy import linear_cross_entropy
 model = llama()
 def loss(model):
     hidden = model.model(input_ids=ids).last_hidden_state
-    return linear_cross_entropy(hidden, model.lm_head.weight, ids, shift=1)
+    return linear_cross_entropy(hidden, model.lm_head.weight, ids, shift=1, reduction="sum")
 train(model, torch.optim.AdamW(model.parameters()), loss)
 """,
     ),
@@ -245,17 +246,24 @@ made = TransformerConfig(
 model = GPTModel(made, get_gpt_layer_local_spec(), 8000, 1024).cuda()
 places = torch.arange(512, device='cuda').expand(4, 512)
 mask = torch.ones(1, 1, 512, 512, device='cuda').triu(1).bool()
-train(model, torch.optim.AdamW(model.parameters()), lambda m: m(ids, places, mask, labels=ids).mean())
+@torch.autocast('cuda', torch.bfloat16)
+def loss(model):
+    return model(ids, places, mask, labels=ids).mean()
+train(model, torch.optim.AdamW(model.parameters()), loss)
 """,
     ),
     Training(
         "Unsloth",
         "unsloth unsloth_zoo triton",
         """
-import tempfile
+import tempfile, tokenizers
 folder = tempfile.mkdtemp()
-llama().save_pretrained(folder)
 import unsloth
+llama().save_pretrained(folder)
+words = {name: number for number, name in enumerate(["<unk>", "<s>", "</s>", "a"])}
+tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+names = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>")
+transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 model, _ = unsloth.FastLanguageModel.from_pretrained(folder, max_seq_length=512, load_in_4bit=False)
 model = unsloth.FastLanguageModel.get_peft_model(model, r=16)
 train(model, torch.optim.AdamW(model.parameters()))
@@ -369,7 +377,8 @@ def measured(training: Training, packages: Path) -> dict[str, Any]:
         "reserved_bytes": found.reserved_bytes, "host_peak_bytes": found.host_peak_bytes,
     }  # fmt: skip
     if not found.steps:
-        row["why"] = said[-1][:300] if said else "no word"
+        errors = [line for line in said if re.match(r"(\[rank0\]: )?[\w.]*(Error|Exception)\b", line)]
+        row["why"] = (errors or said or ["no word"])[-1].strip()[:200]
     return row
 
 
@@ -397,7 +406,7 @@ def table(record: dict[str, Any]) -> str:
         if row["steps"]:
             cells = f"{format_bytes(row['peak_bytes'])} | {format_bytes(row['reserved_bytes'])}"
         else:
-            cells = f"did not run: {row['why'].replace('|', '/')} | "
+            cells = f"did not run: {row['why'].strip().partition('. ')[0].replace('|', '/')} | "
         lines.append(f"| {row['training']} | {versions} | {cells} |")
     return "\n".join(lines) + "\n"
 
