@@ -17,6 +17,7 @@ from tightfit.models.mode import evaluating
 from tightfit.models.published import Published
 from tightfit.planner.any_code.traced import trace
 from tightfit.planner.estimates import Estimate
+from tightfit.planner.request import role_of
 from tightfit.step import Precision, autocast
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
@@ -201,7 +202,10 @@ def estimate_phases(
     beside: Any = build_dry(lambda: _together(build_parts(parts, dtype)))
     own, vae_bytes = step.step_figures.by_category[str(Category.PARAMETER)], _weights(beside["vae"])
     texts = tuple(_weights(encoder) for encoder in beside["encoders"])
-    states = step.step_figures.by_category[str(Category.OPTIMIZER_STATE)]
+    role = role_of(spec)
+    # A backward leaves the workspace of its thread's handle of cuBLAS; what runs besides has its own.
+    left = 0 if role is None else role.held_by_a_thread
+    states = step.step_figures.by_category[str(Category.OPTIMIZER_STATE)] + left
     size, side = len(batch["latents"]), batch["latents"].shape[-1] * SCALE
     images = torch.zeros(size, 3, side, side, dtype=beside["vae"].dtype)
 

@@ -15,6 +15,7 @@ from tightfit.models.adapters import is_adapted
 from tightfit.models.generation import CHUNK_SIZE
 from tightfit.models.generation_estimate import estimate_generation
 from tightfit.planner.any_code.traced import trace
+from tightfit.planner.request import role_of
 from tightfit.tracing.record import Category
 from tightfit.tracing.step import held_by
 from tightfit.training.config import Config
@@ -79,7 +80,10 @@ class GroupPolicy(Purpose):
         """
         samples = data.training
         assert isinstance(samples, PromptSamples), "prompts were read"
-        states = fitted.planned.by_category[str(Category.OPTIMIZER_STATE)]
+        role = role_of(device)
+        # A backward leaves the workspace of its thread's handle of cuBLAS; what runs besides has its own.
+        left = 0 if role is None else role.held_by_a_thread
+        states = fitted.planned.by_category[str(Category.OPTIMIZER_STATE)] + left
         copied = 0 if self.reference is None else storage_bytes(held_by([self.reference]))
         budget = fitted.whole_budget_bytes
         limit = device.memory_bytes if budget is None else budget
