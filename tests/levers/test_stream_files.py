@@ -43,7 +43,7 @@ def rows(optimizer):
     return {f"{n}.{key}": value for n, each in optimizer.state_dict()["state"].items() for key, value in each.items()}
 
 
-@pytest.mark.keeps("streamed-peak")
+@pytest.mark.keeps("streamed-in-a-file", "streamed-peak")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_belongs_to_streamed_weights_takes_no_memory(dtype):
     model, x = built(dtype)
@@ -67,7 +67,7 @@ def test_what_belongs_to_streamed_weights_takes_no_memory(dtype):
     assert measured == found.peak_bytes
 
 
-@pytest.mark.keeps("streamed-trained-bits")
+@pytest.mark.keeps("streamed-in-a-file")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_is_the_resident_one_and_is_resumed(dtype):
     (plain, x), (model, _) = built(dtype), built(dtype)
@@ -95,6 +95,7 @@ def test_a_checkpoint_is_the_resident_one_and_is_resumed(dtype):
         torch.testing.assert_close(dict(resumed.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.keeps("streamed-in-a-file")
 def test_a_training_goes_on_when_its_folder_is_removed_and_leaves_nothing(tmp_path):
     (model, x), (plain, _) = built(), built()
     own = OffloadedAdamW(plain.parameters())
@@ -125,7 +126,7 @@ def test_a_training_goes_on_when_its_folder_is_removed_and_leaves_nothing(tmp_pa
 PLACES = [(FileTier, "bring"), (Weight, "put"), (Weight, "write_back"), (Weight, "empty")]
 
 
-@pytest.mark.keeps("streamed-trained-bits")
+@pytest.mark.keeps("streamed-in-a-file")
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_step_that_ctrl_c_cuts_while_blocks_travel_loses_nothing(owner, name, after, monkeypatch):
@@ -184,6 +185,7 @@ assert all(torch.equal(one, other) for one, other in zip(before, model.parameter
 """
 
 
+@pytest.mark.keeps("streamed-in-a-file")
 @pytest.mark.parametrize(("share", "what"), [(1.5, "gradients"), (3, "optimizer states")])
 def test_a_full_disk_is_one_line_and_no_weight_is_written(share, what):
     there = sum(-(-p.nbytes // 4096) * 4096 for p in built()[0]["layers"].parameters() if p.nbytes >= 512)
