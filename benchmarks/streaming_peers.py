@@ -3,7 +3,9 @@
 Their figures are in benchmarks/published/streaming.json, each with its source. Ours are predictions of dry runs, by the
 command of each row; no card has run them. A published row whose work cannot be asked of `tightfit plan` says why.
 
-    python benchmarks/streaming_peers.py [--output FILE]
+    python benchmarks/streaming_peers.py [--only BATCH ...] [--output FILE]
+
+A row that the file has already is not run again.
 """
 
 import argparse
@@ -64,18 +66,20 @@ def ours(command: list[str], host: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", type=int, metavar="BATCH", help="rows with these batches")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
+    known = json.loads(given.output.read_text("utf-8"))["rows"] if given.output.exists() else []
     rows = []
     for row in json.loads(PUBLISHED.read_text("utf-8")):
         command = asked(row)
-        found = {"published": row}
+        found = next((other for other in known if other["published"] == row and "ours" in other), None)
         if command is None:
-            rows.append({**found, "not_asked": NOT_ASKED[row["config"]["model"]]})
-            continue
-        rows.append({**found, "ours": [ours(command, host) for host in HOSTS]})
-        print(json.dumps(rows[-1]["ours"]), flush=True)
-    given.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", "utf-8")
+            found = {"published": row, "not_asked": NOT_ASKED[row["config"]["model"]]}
+        elif found is None and (given.only is None or row["config"]["batch_size"] in given.only):
+            found = {"published": row, "ours": [ours(command, host) for host in HOSTS]}
+        rows.append(found or {"published": row, "not_asked": f"not run yet: tightfit {shlex.join(command or [])}"})
+        given.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
