@@ -21,9 +21,7 @@ def below_the_weights(record: Record) -> str:
             + (", PyTorch's own, with its moments in mapped files" if work == "all" else "")
             + ". The bound is of private writable memory (`RLIMIT_DATA`).\n"
         )
-        header = (
-            "| blocks streamed | bound | tensors | predicted | resident, no file's | resident | predicted | same bits |"
-        )
+        header = "| blocks streamed | bound | tensors | predicted | resident, no file's | resident | predicted | bits |"
         parts.append(rows(header, [_line(row) for row in found["rows"].values()]))
     return "\n".join(parts)
 
