@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tightfit import plan
 from tightfit.devices.families import Family, family_of
+from tightfit.errors import CannotFit
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.request import Request
@@ -13,6 +15,7 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.recipes.batches import Dimension
 from tightfit.recipes.records import Recipe
+from tightfit.recipes.search import RecipeSearch
 from tightfit.recipes.sizes import Sizes
 from tightfit.recipes.whole_step import PartTracer, frugal_levers, keeping_attention
 from tightfit.step import TokenBatch
@@ -131,3 +134,34 @@ def test_attention_that_is_kept_runs_once_in_each_block_of_a_card():
         for levers in (frugal, keeping)
     ]
     assert counts == [6, 3]
+
+
+@pytest.mark.keeps("size-fit-confirms-looked")
+def test_sizes_with_states_on_the_host_do_not_depend_on_the_optimizers_tried_before():
+    """A step that frees gradients at once shares no points with one that keeps them."""
+    model = Decoder(DecoderConfig(hidden_size=256, num_layers=2, num_heads=2, vocab_size=128))
+    asked = Request.of(model, TokenBatch(2, 32, 128), device="rtx4090", levers=())
+    budget = "32MiB"
+    offloaded, kept = Recipe(optimizer="offloaded_adamw"), Recipe(optimizer="sgd")
+
+    def sizes(*recipes):
+        """The longest sequence and the largest batch of each recipe, looked for in this order."""
+        search = RecipeSearch(asked, budget)
+        every = Sizes(search)
+        outcomes = [every.of(found, confirm=False).outcome for found in search.run(recipes)]
+        return {each.recipe: (each.longest_sequence, each.largest_batch) for each in outcomes}
+
+    def fits(batch):
+        try:
+            plan(model, batch, budget, device="rtx4090", optimizer=offloaded.optimizer, levers=())
+        except CannotFit:
+            return False
+        return True
+
+    among = sizes(kept, offloaded)
+    assert among == sizes(offloaded) | sizes(kept)
+    sequence, batch = (size.value for size in among[offloaded])
+    assert fits(TokenBatch(batch, 32, 128))
+    assert not fits(TokenBatch(batch + 1, 32, 128))
+    assert fits(TokenBatch(2, sequence, 128))
+    assert not fits(TokenBatch(2, int(1.1 * sequence), 128))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from tightfit.devices.spec import DeviceSpec
-from tightfit.names import OFFLOADED, OPTIMIZERS, facts_of, parse_optimizer
+from tightfit.names import OPTIMIZERS, facts_of, parse_optimizer
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.world import World
 from tightfit.recipes.records import FEW_BITS, Autocast, Dtype, Recipe
@@ -141,10 +141,8 @@ def least_state_bytes(recipe: Recipe, model: nn.Module) -> int:
 
 def least_bytes(recipe: Recipe, model: nn.Module, held: int) -> int:
     """The least bytes that a step of the recipe can take: weights (`held`), states and gradients."""
-    kind = parse_optimizer(recipe.optimizer).kind
     trained = [p.nbytes for p in model.parameters() if p.requires_grad]
-    frees = recipe.step_in_backward or kind == OFFLOADED
-    gradients = max(trained, default=0) if frees else sum(trained)
+    gradients = max(trained, default=0) if recipe.frees_gradients else sum(trained)
     return held + gradients + least_state_bytes(recipe, model)
 
 

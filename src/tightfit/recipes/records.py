@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from tightfit.names import FEW_BITS, facts_of, parse_optimizer
+from tightfit.names import FEW_BITS, OFFLOADED, facts_of, parse_optimizer
 from tightfit.training.config.schema import AdapterConfig
 from tightfit.units import format_bytes
 
@@ -63,6 +63,11 @@ class Recipe:
         if self.step_in_backward:
             words.append("step in backward")
         return ", ".join(words)
+
+    @property
+    def frees_gradients(self) -> bool:
+        """True if each gradient is used up in backward: by its update, or on the way to states on the host."""
+        return self.step_in_backward or parse_optimizer(self.optimizer).kind == OFFLOADED
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -96,34 +96,31 @@ class RecipeSearch:
         """
         found: dict[Variant, list[Recipe]] = {}
         for recipe in recipes:
-            found.setdefault(Variant.of(recipe)._replace(step_in_backward=False), []).append(recipe)
+            found.setdefault(Variant.of(recipe)._replace(frees_gradients=False), []).append(recipe)
         return [found[plain] for plain in sorted(found, key=_weight_bits)]
 
     def run(self, part: Sequence[Recipe]) -> Iterator[Found]:
         """The outcomes of the recipes of a part."""
         done: set[Recipe] = set()
-        last = [r for r in part if parse_optimizer(r.optimizer).kind == OFFLOADED]  # each is traced whole
-        groups: dict[tuple[bool, Variant], list[Recipe]] = {}
+        groups: dict[Variant, list[Recipe]] = {}
         for recipe in part:
-            groups.setdefault((recipe in last, Variant.of(recipe)), []).append(recipe)
-        for group in sorted(groups, key=lambda group: (group[0], group[1].step_in_backward)):
-            variant, alike = group[1], groups[group]
-            if variant.step_in_backward:
-                # The step in backward frees gradients and changes nothing else, so it is for what does not fit plainly.
-                alike = [r for r in alike if replace(r, step_in_backward=False) not in done]
+            groups.setdefault(Variant.of(recipe), []).append(recipe)
+        for variant in sorted(groups, key=lambda variant: variant.frees_gradients):
+            # The step in backward frees gradients and changes nothing else, so it is for what does not fit plainly.
+            alike = [r for r in groups[variant] if replace(r, step_in_backward=False) not in done]
             if not alike:
                 continue
-            for each in self.of_variant(variant, alike):
+            for each in self.alike(alike):
                 if each.outcome.fits and not each.outcome.levers:
                     done.add(each.recipe)
                 self.notice(_line(each.outcome))
                 yield each
 
-    def of_variant(self, variant: Variant, recipes: Sequence[Recipe]) -> Iterator[Found]:
-        """The outcomes of the recipes of one variant. One that cannot be tried is left out."""
+    def alike(self, recipes: Sequence[Recipe]) -> Iterator[Found]:
+        """The outcomes of recipes of one variant. One that cannot be tried is left out."""
         waiting = list(recipes)
         with leaving_out(lambda: waiting, self.left_out):
-            search, model = self.search_of(variant, recipes[0]), self.models.of(recipes[0])
+            search, model = self.search_of(recipes[0]), self.models.of(recipes[0])
             held = held_bytes(model)
             limit = search.budget_bytes - UNSEEN_BYTES
             least = {r: least_bytes(r, model, held - streamable_bytes(search, r)) for r in recipes}
@@ -136,11 +133,11 @@ class RecipeSearch:
                 with leaving_out([recipe], self.left_out):
                     yield self.of_recipe(search, recipe)
 
-    def search_of(self, variant: Variant, recipe: Recipe) -> Search:
-        """The search of a variant, to which the recipe belongs but for its step in backward. It shares its traces."""
-        if variant not in self.searches:
+    def search_of(self, recipe: Recipe) -> Search:
+        """The search of a recipe's variant, which its recipes share with its traces."""
+        if (variant := Variant.of(recipe)) not in self.searches:
             request = without_optimizer(self.asked, recipe, self.models.of(recipe)).checked(may_choose=True)
-            tracer = PartTracer(request, frees=variant.step_in_backward)
+            tracer = PartTracer(request, frees=variant.frees_gradients)
             # No share of the plain peak, so a variant that arithmetic excludes has no trace.
             self.searches[variant] = Search(request, self.budget, tracer=tracer, limit_bytes=self.budget_bytes)
         return self.searches[variant]
@@ -148,10 +145,8 @@ class RecipeSearch:
     def whole_step(self, recipe: Recipe) -> WholeStep:
         """A recipe's step as joined traces. Raises the errors of `build_optimizer`."""
         variant = Variant.of(recipe)
-        if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
-            variant = variant._replace(step_in_backward=True)
         if (key := (variant, recipe.optimizer)) not in self.steps:
-            search, frees = self.search_of(variant, recipe), variant.step_in_backward
+            search, frees = self.search_of(recipe), variant.frees_gradients
             trains = (recipe.optimizer, frees, tuple(trained(search.request).items()))
             if trains not in self.updates:
                 self.updates[trains] = trace_update_of(search, recipe.optimizer, frees=frees)
@@ -187,18 +182,17 @@ class RecipeSearch:
     def offloaded(self, search: Search, recipe: Recipe) -> Found:
         """An optimizer whose states and gradients leave the device in backward, which is traced as the whole step.
 
-        Its levers are those of a step that uses up each gradient at once and has no states.
+        Its levers are those of `search`: a step that uses up each gradient at once and has no states.
         """
-        freeing = self.search_of(Variant.of(replace(recipe, step_in_backward=True)), recipe)
-        whole = self.whole_search(recipe, freeing)
-        bound = freeing.budget_bytes - UNSEEN_BYTES
-        if freeing.plain.peak_bytes <= bound:
+        whole = self.whole_search(recipe, search)
+        bound = search.budget_bytes - UNSEEN_BYTES
+        if search.plain.peak_bytes <= bound:
             candidate = whole.trace_applied(whole.request.plain, {})
             if whole.excess(candidate) <= 0:
-                return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
-        combination = combinations_to_solve(freeing)[0]
-        base = freeing.baseline(combination)
-        needed = freeing.plain.peak_bytes + UNSEEN_BYTES
+                return Found(self.outcome(whole, recipe, candidate), search, candidate)
+        combination = combinations_to_solve(search)[0]
+        base = search.baseline(combination)
+        needed = search.plain.peak_bytes + UNSEEN_BYTES
         for left in reversed(range(OFFLOADED_AGAIN)):
             within = base.choice_within(bound) if left else None
             # The last one is of the least peak: what the allocator cannot use follows no bound.
@@ -206,7 +200,7 @@ class RecipeSearch:
             candidate = whole.trace_applied(combination, base.policies(choice), base.priced, choice)
             excess = whole.excess(candidate)
             if excess <= 0:
-                return Found(self.outcome(whole, recipe, candidate), freeing, candidate)
+                return Found(self.outcome(whole, recipe, candidate), search, candidate)
             needed = candidate.needed_bytes
             bound -= excess
             if within is None:
@@ -214,7 +208,7 @@ class RecipeSearch:
         if streamable_bytes(search, recipe):
             return self.planned(recipe, search)
         least = max(base.least_bytes + UNSEEN_BYTES, search.budget_bytes + 1)
-        return Found(Outcome(recipe, False, needed, least), freeing)
+        return Found(Outcome(recipe, False, needed, least), search)
 
     def whole_search(self, recipe: Recipe, variant: Search, plain: StepTrace | None = None) -> Search:
         """A search whose traces are of the recipe's whole step. Its blocks are the variant's."""

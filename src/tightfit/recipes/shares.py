@@ -115,7 +115,7 @@ class _Share:
         """The result of a recipe, computed anew if need be: the process that had found it may have been ended."""
         if recipe not in self.found:
             known = len(self.search.left_out)
-            self.found |= {each.recipe: each for each in self.search.of_variant(Variant.of(recipe), [recipe])}
+            self.found |= {each.recipe: each for each in self.search.alike([recipe])}
             if len(self.search.left_out) > known:
                 raise InputError(self.search.left_out[known].reason)
         return self.found[recipe]

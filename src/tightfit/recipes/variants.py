@@ -29,11 +29,11 @@ class Variant(NamedTuple):
     dtype: Dtype
     adapter: AdapterConfig | None
     precision: Autocast
-    step_in_backward: bool
+    frees_gradients: bool
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Variant":
-        return cls(recipe.dtype, recipe.adapter, recipe.precision, recipe.step_in_backward)
+        return cls(recipe.dtype, recipe.adapter, recipe.precision, recipe.frees_gradients)
 
 
 @dataclass
