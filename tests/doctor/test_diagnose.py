@@ -185,6 +185,25 @@ def test_a_model_without_blocks_head_or_rows_to_split_is_offered_other_optimizer
     assert found.expected_bytes > 0
 
 
+@pytest.mark.keeps("bytes-doctor-remedies-real")
+def test_a_remedy_that_makes_the_optimizer_anew_has_the_bytes_of_the_one_that_its_lines_make():
+    """The user's own optimizer holds more: a third state, which the lines do not ask for."""
+    model, batch = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4))), (torch.ones(1, 64),)
+    own = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    found = tightfit.diagnose(
+        tightfit.estimate(model, batch, loss=squares), model=model, batch=batch, loss=squares, optimizer=own
+    )
+    remedy = next(remedy for remedy in found.remedies if remedy.name == "step in backward")
+    names = {"model": model}
+    exec(remedy.python, names)
+    step = {"loss": squares, "optimizer": names["optimizer"]}
+    assert remedy.peak_bytes == tightfit.estimate(model, batch, **step).peak_bytes
+
+
+def squares(model, batch):
+    return model(*batch).square().sum()
+
+
 @pytest.mark.slow  # a training that is watched
 def test_a_watch_is_compared_with_what_was_expected():
     model, batch = decoder(), token_batch()

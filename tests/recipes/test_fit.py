@@ -145,6 +145,16 @@ def test_the_table_shows_what_fits_or_the_nearest_and_counts_the_rest():
     assert "more do not fit" not in describe_recipes(of(3, 2), 80)
 
 
+def test_gradients_that_a_loop_keeps_stay_with_weights_in_another_dtype_too():
+    model = decoder(**SHAPE)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # as `zero_grad(set_to_none=False)` leaves them
+    row = tightfit.fit(model, BATCH, device=even(), budget="9MiB", dtype="bf16", optimizer="adamw").best
+    narrow = decoder(**SHAPE)
+    convert_weights(narrow, torch.bfloat16)
+    assert row.peak_bytes == tightfit.estimate(narrow, BATCH, device=even(), keep_gradients=True).peak_bytes
+
+
 def test_the_search_leaves_the_model_as_it_was():
     model = decoder(hidden_size=16, num_layers=1, vocab_size=64)
     before = {name: (p.data_ptr(), p.dtype, p.requires_grad) for name, p in model.named_parameters()}

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from tightfit.errors import CannotFit, CompileError, DeviceError, InputError, LeverError, ModelError
 from tightfit.levers.recompute import Policy
 from tightfit.memory.allocator import old_objects_left_alone
@@ -17,8 +15,7 @@ from tightfit.planner.search.search import Search
 from tightfit.recipes import neighbours
 from tightfit.recipes.choices import installed
 from tightfit.recipes.lines import change_in_words, sections_for, statements_for, yaml_of
-from tightfit.recipes.records import Recipe
-from tightfit.recipes.variants import Models
+from tightfit.recipes.variants import Models, changed_to
 from tightfit.recipes.ways import Remedy
 from tightfit.runtime.outside import outside_training
 from tightfit.tracing.record import StepTrace
@@ -133,7 +130,7 @@ def _recipes(request: Request, notes: list[str]) -> Iterator[_Trial]:
     for recipe in found:
         words = ", ".join(change_in_words(before, recipe))
         try:
-            variant = _variant(request, before, recipe, models)
+            variant = changed_to(request, before, recipe, models)
         except ModelError as error:
             notes.append(f"{words} was not tried: {error}.")
             continue
@@ -144,22 +141,6 @@ def _recipes(request: Request, notes: list[str]) -> Iterator[_Trial]:
         yaml = sections[0] if len(sections) == 1 else f"{{{', '.join(sections)}}}"
         exactness = Exactness.EXACT if recipe.changed == before.changed else Exactness.INEXACT
         yield _Trial(words, exactness, variant, variant.plain, None, python, yaml)
-
-
-def _variant(request: Request, before: Recipe, recipe: Recipe, models: Models) -> Request:
-    """The step as another recipe trains it."""
-    own = {"precision": recipe.precision, "step_in_backward": recipe.step_in_backward}
-    if recipe.optimizer != before.optimizer:
-        request = request.but(optimizer=recipe.optimizer)
-    if (recipe.dtype, recipe.adapter) == (before.dtype, before.adapter):
-        return request.but(**own)
-    optimizer = request.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):  # it holds parameters of the other model
-        optimizer = recipe.optimizer
-    # peft calls the model under two modules of its own, so paths that the user named do not match any more.
-    blocks = None if recipe.adapter is not None else request.blocks
-    kept = request.keep_gradients  # of the model that trains now, which the other one stands for
-    return request.but(model=models.of(recipe), optimizer=optimizer, blocks=blocks, keep_gradients=kept, **own)
 
 
 def _traced(trial: _Trial) -> StepTrace:

@@ -14,6 +14,7 @@ from tightfit.models.variants import as_recipe
 from tightfit.optim import step_in_backward
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.request import Request
+from tightfit.recipes.lines import remakes_optimizer
 from tightfit.recipes.records import Autocast, Dtype, Recipe
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, Optimizer, TokenBatch
@@ -86,11 +87,27 @@ def with_recipe(asked: Request, recipe: Recipe, model: nn.Module, optimizer: Opt
     clip = None if recipe.step_in_backward else asked.step.grad_clip
     return asked.but(
         model=model,
+        batch=asked.batch,
+        keep_gradients=asked.keep_gradients,  # of the model that trains now, which another one stands for
         optimizer=optimizer(recipe),
         precision=recipe.precision,
         grad_clip=clip,
         step_in_backward=recipe.step_in_backward,
     )
+
+
+def changed_to(asked: Request, before: Recipe, recipe: Recipe, models: Models) -> Request:
+    """The arguments of a plan for a step of the recipe `before` that becomes another one, with the user's own optimizer
+    where that stays: the lines of the change do not make one. Raises `ModelError`.
+    """
+    same = (recipe.dtype, recipe.adapter) == (before.dtype, before.adapter)
+    own = asked.optimizer
+    # An optimizer that was made holds parameters of its own model. A factory makes one for any.
+    stays = not remakes_optimizer(before, recipe) and (same or not isinstance(own, torch.optim.Optimizer))
+    model = asked.model if same else models.of(recipe)
+    asked = with_recipe(asked, recipe, model, lambda recipe: own if stays else recipe.optimizer)
+    # peft calls the model under two modules of its own, so paths that the user named do not match any more.
+    return asked.but(blocks=asked.blocks if recipe.adapter is None else None)
 
 
 def without_optimizer(asked: Request, recipe: Recipe, model: nn.Module) -> Request:

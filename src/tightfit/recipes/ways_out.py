@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from tightfit.devices.known import known_devices
 from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit, LeverError
@@ -38,11 +36,10 @@ from tightfit.recipes.lines import (
     keywords_of,
     lines_for,
     overrides_of,
-    remakes_optimizer,
     yaml_of,
 )
 from tightfit.recipes.records import NOTHING, PRODUCTS, ROUNDING, Recipe
-from tightfit.recipes.variants import Models, held_bytes, with_recipe
+from tightfit.recipes.variants import Models, changed_to, held_bytes
 from tightfit.recipes.ways import Kind, WayOut, WaysOut, ranked
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, TokenBatch
@@ -388,18 +385,8 @@ class Finder:
         return least_bytes(recipe, model, held_bytes(model))
 
     def asked_for(self, recipe: Recipe) -> Request:
-        """The arguments of the plan for a recipe, with the user's own optimizer where that stays."""
-        if recipe == self.recipe:
-            return self.asked
-        same = (recipe.dtype, recipe.adapter) == (self.recipe.dtype, self.recipe.adapter)
-        asked = with_recipe(self.asked, recipe, self.asked.model if same else self.models.of(recipe))
-        own = self.asked.optimizer
-        if not remakes_optimizer(self.recipe, recipe) and (same or not isinstance(own, torch.optim.Optimizer)):
-            asked = asked.but(optimizer=own)
-        else:  # a plan sees what the settings say, and not what a factory does
-            asked = asked.but(optimizer=recipe.optimizer, step_in_backward=recipe.step_in_backward)
-        # peft calls the model under two modules of its own, so paths that the user named do not match any more.
-        return asked.but(blocks=asked.blocks if recipe.adapter is None else None)
+        """The arguments of the plan for a recipe."""
+        return self.asked if recipe == self.recipe else changed_to(self.asked, self.recipe, recipe, self.models)
 
     def search_for(
         self, asked: Request, levers: frozenset[str], budget: int | str | None = None, plain: StepTrace | None = None
