@@ -161,7 +161,7 @@ class FlowLoss:
 def predicted(
     model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Mapping[str, Tensor], guidance: float = 3.5
 ) -> Tensor:
-    """What a denoiser finds in noisy latents (B, C, H, W) at these steps of the noise, (B, C, H, W)."""
+    """The prediction of a denoiser for noisy latents (B, C, H, W) at these steps of the noise, (B, C, H, W)."""
     kind = kind_of(model)
     if kind == "FluxTransformer2DModel":
         return _of_flux(model, noisy, timesteps, batch, guidance)

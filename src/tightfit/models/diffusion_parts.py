@@ -64,7 +64,7 @@ class Encoder(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """What stands beside a denoiser. `passes` of the denoiser make a step of sampling: two with guidance by an empty
+    """The other networks of a denoiser. `passes` of the denoiser make a step of sampling: two with guidance by an empty
     text, one where the guidance was distilled. With `vae_in_fp32` the scripts keep the VAE so, whatever the others are.
     """
 
@@ -130,7 +130,7 @@ def latents_of(vae: Any, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def embedded(encoder: nn.Module, ids: Tensor) -> Tensor:
-    """What a text encoder makes of token ids (B, T): its last but one hidden states or its last ones, by the model."""
+    """The last but one hidden states of a text encoder for token ids (B, T), or its last ones, by the model."""
     return encoder(ids, output_hidden_states=True).hidden_states[-2 if hasattr(encoder, "text_projection") else -1]
 
 
