@@ -136,9 +136,9 @@ def test_a_model_that_cannot_be_found():
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("no_such_module:f", "the module 'no_such_module' cannot be imported: ModuleNotFoundError"),
-        ("models_by_name:nothing", "'nothing' is not there in models_by_name"),
-        ("models_by_name:a_number", "'a_number' is a int in models_by_name"),
+        ("no_such_module:f", "the module 'no_such_module' cannot be imported (ModuleNotFoundError: "),
+        ("models_by_name:nothing", "nothing is not there in models_by_name"),
+        ("models_by_name:a_number", "a_number is a int in models_by_name"),
         ("models_by_name:not_a_module", "returned a dict, wanted a torch.nn.Module"),
         ("models_by_name:broken", "raised RuntimeError: the weights are lost"),
         ("models_by_name:without_embedding", "Linear has no embedding to make token ids for"),

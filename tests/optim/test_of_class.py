@@ -101,8 +101,8 @@ def test_what_a_configuration_cannot_mean_is_one_line(given, reason):
     ("name", "reason"),
     [
         ("torch.optim:Nope", "Nope is not there in torch.optim"),
-        ("signs:Function", "no subclass of torch.optim.Optimizer"),
-        ("os:system", "no subclass of torch.optim.Optimizer"),
+        ("signs:Function", "name a subclass of torch.optim.Optimizer"),
+        ("os:system", "name a subclass of torch.optim.Optimizer"),
         ("no_such_package:Sgd", "cannot be imported"),
         ("torch.optim:Muon", "Muon only supports 2D parameters"),
         ("signs:Signs(beta=3)", "unexpected keyword argument 'beta'"),

@@ -23,7 +23,7 @@ from tightfit.training.api import train
 from tightfit.training.config import Config, parse_config
 from tightfit.training.objective import ADVANTAGES, DRAWN, REFERENCE, counted
 from tightfit.training.policy import PolicyLoss, advantages_of
-from tightfit.training.rewards import reward_named, rewards_of
+from tightfit.training.rewards import rewards_of
 from tightfit.training.rollouts import log_probs
 from tiny_adapters import saved_llama
 
@@ -367,7 +367,7 @@ def test_conversations_are_asked_in_the_chat_template(tmp_path: Path):
 )
 def test_a_reward_returns_a_finite_number_for_each_completion(name: str, says: str):
     with pytest.raises(RewardError, match=rf"^training\.reward test_grpo:{name}: {says}") as caught:
-        rewards_of(f"test_grpo:{name}", reward_named(f"test_grpo:{name}"), ["p", "p"], ["a", "b"], {}, 0)
+        rewards_of(f"test_grpo:{name}", globals()[name], ["p", "p"], ["a", "b"], {}, 0)
     assert "\n" not in str(caught.value)
 
 

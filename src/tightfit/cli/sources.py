@@ -3,9 +3,7 @@ name on the hub.
 """
 
 import difflib
-import importlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from tightfit.models.pretrained import find, set_attention
 from tightfit.models.published import find_published, published
 from tightfit.models.quantised_record import is_quantised
 from tightfit.models.saving import CONFIG_FILE, MODEL_TYPE, load_model
+from tightfit.runtime.users_code import object_named
 from tightfit.step import Batch
 from tightfit.tracing.build import build_dry
 from tightfit.training.config import AdapterConfig, ModelConfig, PretrainedModel, load_config
@@ -189,7 +188,7 @@ def _is_own(path: Path) -> bool:
 
 def _called(source: str, dry: bool, held: HeldAs) -> Built:
     """The result of the user's function: a module, or a module and a batch."""
-    function = _imported(source)
+    function = object_named(source, "--model", callable, "a function that returns a module", ModelError)
     kept: list[Any] = []
 
     def factory() -> nn.Module:
@@ -207,21 +206,3 @@ def _called(source: str, dry: bool, held: HeldAs) -> Built:
     except Exception as error:  # the user's code may raise anything; the traceback stays on the chain
         raise ModelError(f"--model {source}: raised {type(error).__name__}: {error}") from error
     return Built(model, kept[0] if kept else None)
-
-
-def _imported(source: str) -> Callable[[], Any]:
-    """The function that `module:function` names, from the working folder or what is installed."""
-    module_name, _, name = source.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
-        raise ModelError(
-            f"--model {source}: the module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = "is not there" if function is None else f"is a {type(function).__name__}"
-        raise ModelError(f"--model {source}: {name!r} {found} in {module_name}: name a function that returns a module")
-    return function

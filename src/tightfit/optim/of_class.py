@@ -1,8 +1,6 @@
 """Optimizers of other packages and of your own, by the class that `module:Class` names."""
 
-import importlib
 import inspect
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 
 from tightfit.errors import InputError
 from tightfit.optim.low_bit import without_its_step
-from tightfit.runtime.simulation import host_memory
+from tightfit.runtime.users_code import object_named
 
 
 def optimizer_of_class(name: str, groups: Iterable[Any], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -25,7 +23,7 @@ def optimizer_of_class(name: str, groups: Iterable[Any], arguments: Mapping[str,
     Raises:
         InputError: The module or the class is not there, it is no optimizer, or it refuses parameters or arguments.
     """
-    made = without_its_step(class_named(name))
+    made = without_its_step(object_named(name, "optimizer", _is_optimizer, "a subclass of torch.optim.Optimizer"))
     taken = inspect.signature(made).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
     given = {key: value for key, value in arguments.items() if key != "lr" or key in taken or takes_any}
@@ -39,25 +37,8 @@ def optimizer_of_class(name: str, groups: Iterable[Any], arguments: Mapping[str,
         raise InputError(f"optimizer {name}: {type(error).__name__}: {reason}: see its own arguments") from error
 
 
-def class_named(name: str) -> type[torch.optim.Optimizer]:
-    """The class that `module:Class` names. Raises `InputError` where it is not there or is no optimizer."""
-    module_name, _, path = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        with host_memory():  # tables that a package makes when it is imported are not the step's
-            found: Any = importlib.import_module(module_name)
-    except Exception as error:  # importing runs code that is not ours
-        raise InputError(
-            f"optimizer {name}: the module {module_name!r} cannot be imported ({type(error).__name__}: {error}): "
-            "install it, or run in the folder that holds it"
-        ) from error
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        what = "is not there" if found is None else "is no subclass of torch.optim.Optimizer"
-        raise InputError(f"optimizer {name}: {path} {what} in {module_name}: name a class of an optimizer")
-    return found
+def _is_optimizer(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
 
 
 def _without_decay(groups: Iterable[Any]) -> list[Any]:

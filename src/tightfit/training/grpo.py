@@ -9,13 +9,14 @@ from torch import nn
 
 from tightfit.devices.present import Notice
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CannotFit
+from tightfit.errors import CannotFit, ConfigError
 from tightfit.memory.allocator import storage_bytes
 from tightfit.models.adapters import is_adapted
 from tightfit.models.generation import CHUNK_SIZE
 from tightfit.models.generation_estimate import estimate_generation
 from tightfit.planner.any_code.traced import trace
 from tightfit.planner.request import role_of
+from tightfit.runtime.users_code import object_named
 from tightfit.tracing.record import Category
 from tightfit.tracing.step import held_by
 from tightfit.training.config import Config
@@ -26,7 +27,7 @@ from tightfit.training.fitting import Fit
 from tightfit.training.objective import DRAWN, REFERENCE, Objective
 from tightfit.training.policy import PolicyLoss
 from tightfit.training.purpose import Purpose, Running, objective_of
-from tightfit.training.rewards import Function, demand_arguments, reward_named
+from tightfit.training.rewards import Function, demand_arguments
 from tightfit.training.rollouts import (
     GENERATION,
     LOG_PROBS,
@@ -59,10 +60,10 @@ class GroupPolicy(Purpose):
     def data(self, config: Config, notice: Notice) -> PreparedData:
         name = config.training.reward
         assert name is not None, "the configuration has a reward"
-        self._reward = reward_named(name)
+        self._reward = reward = object_named(name, "training.reward", callable, "a function", ConfigError)
         found = prepare_prompts(config.data, config.model, config.training.groups)
         assert isinstance(found.training, PromptSamples), "prompts were read"
-        demand_arguments(name, self._reward, list(found.training.columns))
+        demand_arguments(name, reward, list(found.training.columns))
         return found
 
     def begin(self, model: nn.Module, data: PreparedData, config: Config) -> None:

@@ -1,6 +1,6 @@
 """The start of `--resume`: the rules, and the newest intact checkpoint of a run's folder."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from tightfit.training.checkpoint.stored import Checkpoint
 from tightfit.training.config import Config, load_config, parse_config
 from tightfit.training.reporter import Reporter
 from tightfit.training.result import TrainResult
+from tightfit.training.run_folders.records import leaves
 from tightfit.training.storage import CONFIG, RESULT, RunFolder
 
 # Keys that may be others when a run is resumed; a section stands for all that is in it.
@@ -95,19 +96,12 @@ def demand_same(begun: Config, now: Config, where: str) -> None:
 
 def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
     """Each key whose values differ, and both values; `_ABSENT` where one has no such key."""
-    first, second = (dict(_leaves(config.model_dump(mode="json"))) for config in (one, other))
+    # An empty section has no value that could differ from those that the other one has in it.
+    first, second = ({k: v for k, v in leaves(config.model_dump(mode="json")) if v != {}} for config in (one, other))
     for key in dict.fromkeys([*first, *second]):
         before, after = first.get(key, _ABSENT), second.get(key, _ABSENT)
         if before != after:
             yield key, before, after
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _shown(value: Any) -> str:

@@ -1,10 +1,8 @@
 """The reward of a training: a function of the user's, looked up, called, and checked."""
 
-import importlib
 import inspect
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,29 +14,6 @@ from tightfit.errors import ConfigError, RewardError
 from tightfit.training.random_states import seed_generators
 
 Function = Callable[..., Any]
-
-
-def reward_named(name: str) -> Function:
-    """The function that `module:function` names, from the working folder or from what is installed.
-
-    Raises `ConfigError` where it is not there.
-    """
-    module_name, _, path = name.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # importing runs code that is not ours
-        raise ConfigError(
-            f"training.reward {name}: the module {module_name!r} cannot be imported ({type(error).__name__}: {error}): "
-            "install it, or run in the folder that holds it"
-        ) from error
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        what = "is not there" if found is None else f"is a {type(found).__name__}"
-        raise ConfigError(f"training.reward {name}: {path} {what} in {module_name}: name a function")
-    return found
 
 
 def demand_arguments(name: str, function: Function, columns: Sequence[str]) -> None:

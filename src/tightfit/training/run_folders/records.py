@@ -162,7 +162,7 @@ def curve_of(run: RunRecord) -> tuple[RunCurve, tuple[str, ...]]:
 
 def config_of(run: RunRecord) -> dict[str, Any]:
     """The configuration of a run, its keys with dots between; empty where it cannot be read."""
-    return dict(_leaves(read_yaml(Path(run.path), CONFIG, Problems())))
+    return dict(leaves(read_yaml(Path(run.path), CONFIG, Problems())))
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -247,10 +247,11 @@ def _points(lines: Sequence[Mapping[str, Any]], key: str) -> Iterator[tuple[int,
             yield step, value
 
 
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a configuration by their keys, with dots between; an empty section is a value."""
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
