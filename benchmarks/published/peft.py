@@ -156,6 +156,7 @@ def predicted(experiment: str, repository: Path, data: Path) -> dict[str, Any]:
         device=known.spec,
         grad_clip=1.0,
     )
+    assert found.reserved_bytes is not None, "of a card"
     return {"predicted_bytes": found.reserved_bytes - AT_START, "predicted_allocated_bytes": found.peak_bytes}
 
 
