@@ -21,10 +21,13 @@ _PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _PROCESSES > 1:
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // _PROCESSES))
 
-# A shell without job control starts what it runs in the background with SIGINT ignored. Tests that send it need the
-# default.
-if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell without job control starts what it runs in the background with SIGINT ignored, nohup with SIGHUP. Tests that
+# send them need the default.
+if threading.current_thread() is threading.main_thread():
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Tables and lines fit the terminal: what the suite reads must not depend on the one in which it runs.
 os.environ["COLUMNS"] = "100"

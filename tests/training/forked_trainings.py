@@ -73,6 +73,10 @@ class Nursery:
         words = ["train", _written(raw, "begun.yaml")]
         self._ask({"config": raw, "resume": False, "after": None, "at_call": None, "words": words})
 
+    def is_there(self) -> bool:
+        """True while trainings can run; a failure of this process would else be waited for in vain."""
+        return self._process.poll() is None
+
     def ended(self) -> Ended:
         """Wait for the training that was started last."""
         return Ended(*self._answer())
@@ -164,12 +168,12 @@ class _Trainings:
         from made_up_fits import leave_out_predictions, made_up_fit
 
         from quick_trainings import leave_out_pictures
-        from tightfit.training import preparing
+        from tightfit.training import preparing, purpose
 
         leave_out_pictures(pytest.MonkeyPatch())
         leave_out_predictions(pytest.MonkeyPatch())
         self._own_fit, self._fit_shards = preparing.fit, preparing.fit_shards
-        self._preparing, self._data, self._fit = preparing, preparing.prepare_data, made_up_fit
+        self._preparing, self._purpose, self._data, self._fit = preparing, purpose, purpose.prepare_data, made_up_fit
         self._known: dict[str, tuple[Any, Any]] = {}
 
     def prepare(self, raw: dict[str, Any], *, of_ranks: bool) -> None:
@@ -191,7 +195,7 @@ class _Trainings:
                 fitted = self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
             self._known[key] = data, fitted
         data, fitted = self._known[key]
-        preparing.prepare_data = lambda *_, **__: data
+        self._purpose.prepare_data = lambda *_, **__: data
         preparing.fit = self._own_fit if fitted is None else lambda *_: fitted
         preparing.fit_shards = self._fit_shards if fitted is None else lambda *_: replace(fitted, is_sharded=True)
 

@@ -12,10 +12,11 @@ from tiny_training import Listener, metrics, run, settings
 from quick_trainings import leave_out_measuring
 from tightfit.errors import ConfigError
 from tightfit.models.saving import load_model
-from tightfit.training import preparing, purpose, validating
+from tightfit.training import purpose, validating
 from tightfit.training.api import train
 from tightfit.training.config import parse_config
 from tightfit.training.data.packing import PackedSamples
+from tightfit.training.data.prepare import prepare_data
 from tightfit.training.evaluation import held_out_sums
 from tightfit.training.loop import StepHistory
 from tightfit.training.objective import CausalLMLoss
@@ -42,7 +43,7 @@ def test_the_loss_of_a_step_is_that_of_the_weights_after_it(tmp_path):
     run(tmp_path, training={**EVERY_TWO, "max_steps": 4})
     result = run(tmp_path, training={**EVERY_TWO, "max_steps": 4}, output={"overwrite": True})
     assert metrics(tmp_path)[-1]["validation_loss"] == result.validation_loss
-    data = preparing.prepare_data(settings(tmp_path).data, settings(tmp_path).model)
+    data = prepare_data(settings(tmp_path).data, settings(tmp_path).model)
     truth = evaluation_loss(load_model(tmp_path / "run"), data.validation, CausalLMLoss(), micro_batch_size=8)
     assert result.validation_loss == truth
 

@@ -113,7 +113,12 @@ def finished(run: Path) -> dict:
 def test_sigterm_keeps_what_is_done_and_no_other_training_writes_there_before(nursery: Nursery, tmp_path: Path):
     config, run = training(tmp_path, training={"max_steps": ENDLESS, "log_every": 1}), tmp_path / "run"
     nursery.begin(config)
-    first_step(run, lambda: time.sleep(0.02))
+
+    def alive() -> None:
+        assert nursery.is_there()
+        time.sleep(0.02)
+
+    first_step(run, alive)
 
     second = tightfit("train", written(tmp_path), "output.overwrite=true")
     assert (second.code, second.out) == (2, "")

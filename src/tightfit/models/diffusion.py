@@ -30,9 +30,10 @@ class Kind(NamedTuple):
 _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 _JOINT = (*_ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
 
+UNET = "UNet2DConditionModel"
 # examples/text_to_image/train_text_to_image_lora*.py and examples/dreambooth/train_dreambooth_lora_{sd3,flux}.py
 KINDS = {
-    "UNet2DConditionModel": Kind(77, _ATTENTION),
+    UNET: Kind(77, _ATTENTION),
     "SD3Transformer2DModel": Kind(77 + 77, _JOINT),
     "FluxTransformer2DModel": Kind(
         512, (*_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
@@ -73,19 +74,19 @@ def denoising_batch(model: nn.Module, size: int, image: int | None, text: int | 
     kind = kind_of(model)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     pixels = image or (SCALE * config.sample_size if "sample_size" in config else LARGEST)
-    unit = SCALE * 2 ** (len(config.block_out_channels) - 1 if kind == "UNet2DConditionModel" else 1)
+    unit = SCALE * 2 ** (len(config.block_out_channels) - 1 if kind == UNET else 1)
     if pixels % unit:
         raise InputError(f"--image {pixels}: images of {kind} have a multiple of {unit} pixels on each side")
     if pixels // SCALE // 2 > getattr(config, "pos_embed_max_size", pixels):
         raise InputError(f"--image {pixels}: {kind} has positions for {config.pos_embed_max_size * 2 * SCALE} pixels")
     channels = config.in_channels // 4 if kind == "FluxTransformer2DModel" else config.in_channels
     side, tokens = pixels // SCALE, text or KINDS[kind].text
-    width = config.cross_attention_dim if kind == "UNet2DConditionModel" else config.joint_attention_dim
+    width = config.cross_attention_dim if kind == UNET else config.joint_attention_dim
     batch = {
         "latents": torch.zeros(size, channels, side, side, dtype=dtype),
         "encoder_hidden_states": torch.zeros(size, tokens, width, dtype=dtype),
     }
-    if kind != "UNet2DConditionModel":
+    if kind != UNET:
         batch["pooled_projections"] = torch.zeros(size, config.pooled_projection_dim, dtype=dtype)
     elif config.addition_embed_type == "text_time":  # SDXL: the pooled text, and six sizes of the image
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
@@ -96,7 +97,7 @@ def denoising_batch(model: nn.Module, size: int, image: int | None, text: int | 
 
 def denoising_loss(model: nn.Module) -> "NoiseLoss | FlowLoss":
     """The loss of diffusers' scripts for a denoiser."""
-    return NoiseLoss() if kind_of(model) == "UNet2DConditionModel" else FlowLoss(kind_of(model))
+    return NoiseLoss() if kind_of(model) == UNET else FlowLoss(kind_of(model))
 
 
 def _scheduler(name: str, **settings: Any) -> Any:
@@ -124,7 +125,7 @@ class NoiseLoss:
         noise = torch.randn_like(latents)
         timesteps = torch.randint(0, STEPS, (len(latents),), device=latents.device)
         noisy = self.scheduler.add_noise(latents, noise, timesteps)
-        found = predicted(model, noisy, timesteps, batch)
+        found = predicted(model, noisy, timesteps, batch, UNET)
         return F.mse_loss(found.float(), noise.float(), reduction="mean")
 
 
@@ -147,7 +148,7 @@ class FlowLoss:
         timesteps = self.scheduler.timesteps[places].to(latents.device)
         sigmas = self.scheduler.sigmas[places].to(latents.device, latents.dtype)[:, None, None, None]
         noisy = (1.0 - sigmas) * latents + sigmas * noise
-        found = predicted(model, noisy, timesteps, batch, self.guidance)
+        found = predicted(model, noisy, timesteps, batch, self.kind, self.guidance)
         if self.kind == "FluxTransformer2DModel":
             target = noise - latents
         else:
@@ -159,13 +160,15 @@ class FlowLoss:
 
 
 def predicted(
-    model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Mapping[str, Tensor], guidance: float = 3.5
+    model: nn.Module, noisy: Tensor, timesteps: Tensor, batch: Mapping[str, Tensor], kind: str, guidance: float = 3.5
 ) -> Tensor:
-    """The prediction of a denoiser for noisy latents (B, C, H, W) at these steps of the noise, (B, C, H, W)."""
-    kind = kind_of(model)
+    """The prediction of a denoiser for noisy latents (B, C, H, W) at these steps of the noise, (B, C, H, W).
+
+    The kind is the name of the denoiser's class, which may be wrapped: compiled, or in DDP.
+    """
     if kind == "FluxTransformer2DModel":
         return _of_flux(model, noisy, timesteps, batch, guidance)
-    if kind == "UNet2DConditionModel":
+    if kind == UNET:
         added = {name: batch[name] for name in ("text_embeds", "time_ids") if name in batch}
         given = {"added_cond_kwargs": added} if added else {}
         return model(noisy, timesteps, batch["encoder_hidden_states"], return_dict=False, **given)[0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError, ModelError
-from tightfit.models.diffusion import INSTALL_HINT, SCALE, predicted
+from tightfit.models.diffusion import INSTALL_HINT, SCALE, kind_of, predicted
 from tightfit.models.dtypes import convert_weights
 from tightfit.models.mode import evaluating
 from tightfit.models.published import Published
@@ -148,7 +148,7 @@ def drawn_latents(model: nn.Module, batch: Mapping[str, Tensor], passes: int, pr
     with evaluating(model), autocast(precision, latents.device.type):
         for step in range(SAMPLING_STEPS):
             at = torch.full((len(latents) * passes,), 1000 - step, device=latents.device)
-            found = predicted(model, torch.cat([latents] * passes), at, texts)
+            found = predicted(model, torch.cat([latents] * passes), at, texts, kind_of(model))
             if passes == 2:
                 without, towards = found.chunk(2)
                 found = without + GUIDANCE * (towards - without)
