@@ -15,7 +15,7 @@ from tightfit.integrations.rollouts import generates, rollout_batches
 from tightfit.integrations.weighing import NEXT_TOKENS, SUM, Weighing
 from tightfit.planner.request import Request
 from tightfit.step import AUTOCAST_DTYPES, Batch
-from tightfit.tracing.restore import Contents
+from tightfit.tracing.restore import Contents, generators_restored
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -79,7 +79,8 @@ def trainer_batches(trainer: "Trainer", loader: Any, max_length: int | None) -> 
             )
         return trainer._prepare_inputs(dict(batch))
 
-    with _random_state_kept():
+    # Collators may draw random numbers. The training must draw the same ones as without a plan.
+    with generators_restored():
         return worst_batches(loader.dataset, size, collate, max_length)
 
 
@@ -127,18 +128,3 @@ def nothing_noted(trainer: "Trainer") -> Iterator[None]:
 
 def _say_nothing(*args: Any, **kwargs: Any) -> None:
     """Replaces a trainer's logging."""
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """A context that restores the random states."""
-    # Collators may draw random numbers. The training must draw the same ones as without a plan.
-    import random
-
-    import numpy
-
-    states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])

@@ -59,13 +59,8 @@ def chunks_without_gradients(model: nn.Module) -> Iterator[None]:
 class NeededLogits(DeferringForward):
     """Defers logits under `torch.no_grad`, for an evaluation that reads the logits of a few tokens."""
 
-    def __call__(self, input: torch.Tensor) -> Any:
-        head = self.module
-        assert isinstance(head, nn.Linear), "the lever is put on linear heads only"
-        if self.removed or torch.is_grad_enabled() or not is_plain_product(head, input):
-            return self.original(input)
-        made = DeferredHead(input, head.weight, head.bias, self.chunk_size)
-        return DeferredLogits.of(made, input, made.dtype)
+    def _defers(self, head: nn.Linear, input: torch.Tensor) -> bool:
+        return not self.removed and not torch.is_grad_enabled() and is_plain_product(head, input)
 
 
 def can_defer(head: nn.Linear, hidden: torch.Tensor) -> bool:

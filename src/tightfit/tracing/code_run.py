@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tightfit.errors import InputError
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
-from tightfit.optim.by_name import host_states, named_states
+from tightfit.optim.by_name import named_states
 from tightfit.optim.in_backward import gradient_memory
 from tightfit.runtime.internals import (
     at_end_of_backward,
@@ -44,6 +44,7 @@ from tightfit.tracing.reached import Reached
 from tightfit.tracing.reading import reads_answered
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import OperatorCost, no_cost
+from tightfit.tracing.repeated import label_states
 from tightfit.tracing.restore import Contents, generators_restored
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.step import filling_off, record
@@ -120,14 +121,7 @@ class CodeRun(DryRun):
 
     def step_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         self.stepping -= 1
-        self.label_states(optimizer)
-
-    def label_states(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, key, state in named_states(optimizer):
-            self.ledger.label(state, Category.OPTIMIZER_STATE, f"{self.parameters.get(parameter, '')} {key}".strip())
-        # On CUDA, counts of steps stay in host memory. The dry run's tensors are all on the CPU and cannot show that.
-        for state in host_states(optimizer) if self.role is not None else ():
-            self.ledger.on_host(state)
+        label_states(self, self.parameters, optimizer, on_cuda=self.role is not None)
 
     def trace(self) -> StepTrace:
         """The trace of the code so far. Raises `InputError` if it ran no operator."""
@@ -185,7 +179,7 @@ def code_run_dry(
             for optimizer in reached.optimizers:
                 for _, _, state in named_states(optimizer):
                     ledger.announce(state, Category.OPTIMIZER_STATE, known=not is_unbacked(state))
-                dry.label_states(optimizer)
+                label_states(dry, dry.parameters, optimizer, on_cuda=role is not None)
             for tensor in (*owned, *reached.tensors):
                 for part in memory_of(tensor):
                     ledger.announce(part, Category.INPUT, known=not is_unbacked(part))

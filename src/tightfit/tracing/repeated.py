@@ -1,7 +1,7 @@
 """A step that is run dry until it is the step that every later one repeats, with the optimizer's states."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +119,8 @@ class DryStep:
                 "predict the step with SGD or Adagrad, which take both"
             ) from error
         del overflow
-        label_states(self.dry, self.model, self.optimizer, on_cuda=self.on_cuda)
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        label_states(self.dry, names, self.optimizer, on_cuda=self.on_cuda)
 
 
 def needs_no_gradients(model: nn.Module, settings: StepSettings) -> bool:
@@ -140,9 +141,10 @@ def give_gradient(dry: DryRun, parameter: torch.Tensor, name: str) -> None:
         dry.ledger.label(parameter.grad, Category.GRADIENT, name)
 
 
-def label_states(dry: DryRun, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_cuda: bool) -> None:
-    """Name the optimizer's states in the record."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def label_states(
+    dry: DryRun, names: Mapping[torch.Tensor, str], optimizer: torch.optim.Optimizer, *, on_cuda: bool
+) -> None:
+    """Name the optimizer's states in the record, by the names of their parameters."""
     for parameter, key, state in named_states(optimizer):
         dry.ledger.label(state, Category.OPTIMIZER_STATE, f"{names.get(parameter, '')} {key}".strip())
     # On CUDA, counts of steps stay in host memory. The dry run's tensors are all on the CPU and cannot show that.

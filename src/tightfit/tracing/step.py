@@ -266,7 +266,7 @@ def trace_update(
                     give_gradient(dry, model.get_parameter(name), name)
                 with only(twin, model.get_parameter(names[0])) if one_by_one else nullcontext():
                     update(model, twin, settings, observer=observer)
-            label_states(dry, model, twin, on_cuda=role is not None)
+            label_states(dry, {p: name for name, p in model.named_parameters()}, twin, on_cuda=role is not None)
         return record(dry, [0, len(dry.operators)], repeats=1)
 
 

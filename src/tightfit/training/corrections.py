@@ -31,7 +31,3 @@ class Corrections:
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """From what `to_dict` gave. Raises `TypeError` and `ValueError` for anything else."""
         return cls(**{**raw, "plan": None if raw["plan"] is None else Plan.from_dict(raw["plan"])})
-
-    def corrected_plan(self) -> Plan | None:
-        """The plan that is in force; None for the one that the training began with."""
-        return self.plan

@@ -2,15 +2,13 @@
 
 import inspect
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 
 from tightfit.errors import ConfigError, RewardError
+from tightfit.tracing.restore import generators_restored
 from tightfit.training.random_states import seed_generators
 
 Function = Callable[..., Any]
@@ -50,7 +48,8 @@ def rewards_of(
     The function is called with all random generators seeded, and they are as before afterwards: what it draws depends
     on `seed` alone. Raises `RewardError` where it raises, or returns something else than a finite number for each.
     """
-    with _seeded(seed):
+    with torch.random.fork_rng(), generators_restored():
+        seed_generators(seed)
         try:
             found = function(prompts=list(prompts), completions=list(completions), **columns)
         except Exception as error:  # of code that is not ours
@@ -80,15 +79,3 @@ def rewards_of(
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    python, of_numpy = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            seed_generators(seed)
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(of_numpy)

@@ -88,7 +88,7 @@ class TrainingRun:
             files.demand_room(self.folder)
         with self.interrupt:
             files.write_beginning(self.folder, is_resumed=checkpoint is not None)
-            corrected = ready.context.corrections(checkpoint, ready.stored).corrected_plan()
+            corrected = ready.context.corrections(checkpoint, ready.stored).plan
             in_force = fitted if corrected is None else fit_of(corrected, model, ready.own, ready.device)
             with LeversInForce(in_force, model) as levers:
                 if fitted.is_sharded:
