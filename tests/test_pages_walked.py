@@ -67,7 +67,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 """
 LEFT_OUT = {
     "make test": "this is a part of it",
-    "cd tightfit  # your clone": "each command begins there",
+    "cd tightfit": "each command begins there",
 }
 FAILS = {"python train.py 2>&1 | tightfit doctor -"}  # its script runs out of memory, as the page says
 
@@ -145,15 +145,20 @@ def shell_in(clone, environment, cache):
     return run
 
 
+def typed(line):
+    """A line without its comment."""
+    return line.partition("  #")[0].strip()
+
+
 def walked(page, run):
     """Type each command of the page, then run its Python. Returns what failed, with what was shown."""
     troubles = []
     for line in commands_of(page):
-        if line in LEFT_OUT or line.startswith("pip install"):  # which is done already
+        if typed(line) in LEFT_OUT or line.startswith("pip install"):  # which is done already
             continue
         done = run(in_its_place(line))
         print(f"$ {line}  -> {done.returncode}", flush=True)
-        if (done.returncode != 0 and line.partition("  #")[0].strip() not in FAILS) or "Traceback" in done.stderr:
+        if (done.returncode != 0 and typed(line) not in FAILS) or "Traceback" in done.stderr:
             troubles.append(f"$ {line}\n{textwrap.indent((done.stdout + done.stderr)[-1500:], '    ')}")
     if page in WITH_PYTHON:
         done = run(f"python - <<'END'\n{BEFORE}{python_of(page)}END")

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -178,7 +179,8 @@ def asked(name: str, row: dict[str, Any], ask: Any) -> dict[str, Any]:
     try:
         found = ask(row["experiment"])
     except Exception as error:  # named in the table, and counted
-        return {f"{name}_failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
+        text = re.sub(rf"/\S*/{COMPARISON}/", "", (str(error).splitlines() or [""])[0])
+        return {f"{name}_failed": f"{type(error).__name__}: {text[:200]}"}
     return {**found, f"{name}_error": found[f"{name}_bytes"] / row["published_bytes"] - 1}
 
 

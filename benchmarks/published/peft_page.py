@@ -14,8 +14,10 @@ def methods(record: Record) -> str:
 Reserved bytes of PEFT's comparison of methods (Llama-3.2-3B in bf16, batches of 4, at most 768 tokens), 5,000 steps on
 an L40S with torch 2.13, beside two answers from a machine without a GPU (torch {versions["torch"]}): PEFT's own
 `run.py`, unchanged, for 30 steps on a null L40S, and a dry run of the step with the longest batch. The longest batch is
-not published; {record["longest"]} tokens make one method, LoRA of rank 32, about as published, and the others follow.
-Texts are random letters of such lengths, so what the allocator still holds of earlier batches is not theirs.
+not published; {record["longest"]} tokens are one choice for all methods, which leaves the run of LoRA of rank 32 2% too
+high (640 tokens: 4% too low). Texts are random letters of such lengths, so what the allocator still holds of earlier
+batches is not theirs: it decides some per cent of what is reserved. A dry run begins with nothing held. Methods that
+did not reach a first step: a null card refuses cuSOLVER and cuFFT, by which some begin, and MiSS wants another torchao.
 `python -m benchmarks.published.peft`.
 
 Run: {found["measured"]} of {found["methods"]} methods, {said(found, "measured")}. Predicted: {found["predicted"]}, \
