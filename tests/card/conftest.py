@@ -3,7 +3,6 @@
 Some run on a real card too (`make test-real-card`).
 """
 
-import gc
 import importlib
 import os
 import sys
@@ -36,17 +35,6 @@ def values():
 
     with true_values(late=LATE) as found:
         yield found
-
-
-@pytest.fixture
-def empty_card():
-    """For a test of a whole training, whose peak is the process's: nothing of earlier tests lies on the card.
-
-    What the suite has told the collector to leave alone may have become garbage that holds tensors.
-    """
-    gc.unfreeze()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture

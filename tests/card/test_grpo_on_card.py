@@ -6,7 +6,7 @@ from test_grpo import rewarded
 from quick_trainings import leave_out_pictures
 from tightfit.training.api import train
 
-pytestmark = pytest.mark.usefixtures("values", "empty_card")
+pytestmark = pytest.mark.usefixtures("values")
 SHAPE = {"hidden_size": 128, "num_layers": 3, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 48}
 
 

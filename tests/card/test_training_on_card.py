@@ -11,7 +11,7 @@ from quick_trainings import leave_out_pictures
 from tightfit.planner.levers import Stream
 from tightfit.training.api import train
 
-pytestmark = pytest.mark.usefixtures("values", "empty_card")
+pytestmark = pytest.mark.usefixtures("values")
 ON_CARD = {
     **SECTIONS,
     "model": {**SECTIONS["model"], "num_layers": 6, "hidden_size": 256},  # beside cuBLAS's workspaces of 16 MiB
