@@ -92,12 +92,12 @@ def commands_of(page):
 
 
 def files_of(page):
-    """The configurations of a page, whose first line names the file."""
+    """The configurations of a page whose first line names the file; others are parts of one."""
     for language, block in BLOCK.findall(text_of(page)):
         if language == "yaml":
             name = re.match(r"# (\S+\.yaml)\n", block)
-            assert name is not None, block
-            yield name[1], block
+            if name is not None:
+                yield name[1], block
 
 
 def python_of(page):
