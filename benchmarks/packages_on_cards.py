@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scripts_on_cards import write_pages
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "packages_on_cards.json"
 BEGIN, END = "<!-- packages: written by benchmarks/packages_on_cards.py --page -->\n", "<!-- end of packages -->\n"
-PAGES = (ROOT / "docs" / "run.md", ROOT / "docs" / "zh" / "run.md")
 CARD, STEPS, PATIENCE = "rtx4090", 3, 600.0
-NO_WHEEL = ("flash-attn", "apex")  # asked for on PyPI: sources alone, which want CUDA's compiler
 
 LLAMA = """
 import torch, transformers
@@ -411,14 +411,6 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_pages() -> None:
-    made = table(json.loads(RESULTS.read_text()))
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        page.write_text(before + BEGIN + made + END + after, encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path)
@@ -428,7 +420,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.page:
-        return write_pages()
+        return write_pages(table(json.loads(RESULTS.read_text())), BEGIN, END)
     if given.packages is None:
         parser.error("--packages is missing")
     from benchmarks.environment import environment

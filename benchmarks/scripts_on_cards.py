@@ -333,12 +333,12 @@ def _cell(row: dict[str, Any] | None, format_bytes: Any) -> str:
     return f"{format_bytes(row['peak_bytes'])} / {format_bytes(row['reserved_bytes'])}"
 
 
-def write_pages() -> None:
-    made = table(json.loads(RESULTS.read_text()))
+def write_pages(made: str, begin: str, end: str) -> None:
+    """Put a table between its marks in both pages."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        page.write_text(before + BEGIN + made + END + after, encoding="utf-8")
+        before, after = text.split(begin)[0], text.split(end)[1]
+        page.write_text(before + begin + made + end + after, encoding="utf-8")
 
 
 def main() -> None:
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.page:
-        return write_pages()
+        return write_pages(table(json.loads(RESULTS.read_text())), BEGIN, END)
     if given.repositories is None:
         parser.error("--repositories is missing")
     if given.prepare:
