@@ -1,7 +1,7 @@
 """Finds the largest batch, sequence or model that has a plan within a budget."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -143,120 +143,90 @@ def maximise(
     top = _highest(multiple_of, at_most)
     limit = parse_budget(budget, device_bytes=device.memory_bytes)
     room = limit if is_share_of(budget, "%") else device.memory_bytes
-    size_search = _SizeSearch(case, budget, limit, room, multiple_of, how, what, notice or _say_nothing)
-    guess = size_search.guess(top)
+    notice = notice or (lambda line: None)
+    tried: list[int] = []
+    plans: dict[int, Plan] = {}
+    failures: dict[int, CannotFit] = {}
+    searches: dict[int, Search] = {}  # the latest few, with their traces
+    plains: dict[str, StepTrace] = {}  # by fingerprint of the model
+
+    def search_of(number: int) -> Search:
+        """The search for a number: the value over `multiple_of`."""
+        if number * multiple_of not in tried:
+            tried.append(number * multiple_of)
+        if number not in searches:
+            made, batch = case(number * multiple_of)
+            searches[number] = Search(Request.of(made, batch, **how).checked(may_choose=True), budget)
+            for oldest in list(searches)[:-RECENT]:
+                del searches[oldest]
+        return searches[number]
+
+    def plain_of(search: Search) -> StepTrace:
+        # With the first batch that came: only its optimizer states and gradients are used, which depend on no batch.
+        model = fingerprint(search.request.model)
+        if model not in plains:
+            plains[model] = search.plain
+        return plains[model]
+
+    def excess(number: int, peak_bytes: int) -> int:
+        """Bytes over the budget."""
+        notice(f"{what} {number * multiple_of}: about {format_bytes(peak_bytes)} at least")
+        return peak_bytes + UNSEEN_BYTES - limit
+
+    def rough_excess(number: int) -> int:
+        """Of the least peak without segments. The best segments are searched only once."""
+        search = search_of(number)
+        return excess(number, least_levers(search, plain_of(search), joining=False)[1])
+
+    def excess_of_part(number: int, levers: LeastLevers) -> int:
+        search = search_of(number)
+        return excess(number, peak_of(search, plain_of(search), levers))
+
+    def excess_as_it_will_run(number: int, levers: LeastLevers) -> int:
+        trace = as_it_will_run(search_of(number), levers)
+        over = excess(number, trace.peak_bytes)
+        # On CUDA the tensors may fit the budget while the allocator's segments do not fit on the device.
+        return over if over > 0 or trace.reserved_bytes is None else max(over, lacking(trace, room))
+
+    def near() -> int:
+        """The number near which to plan in full: from traces of forward and backward, then of whole steps nearby."""
+        # A full plan of a 7B takes half a minute, so a search that climbs by plans takes minutes (notes/).
+        guess = rough_bound(rough_excess, 0, top)
+        search = search_of(max(guess, 1))
+        levers, _ = least_levers(search, plain_of(search))
+        if levers.joined:  # segments need less memory, so larger numbers fit than the first bound says
+            guess = rough_bound(lambda number: excess_of_part(number, levers), 0, top, guess=max(guess, 1))
+        if guess == top:
+            return top
+        return rough_bound(lambda number: excess_as_it_will_run(number, levers), 0, top, guess=max(guess, 1))
+
+    def fits(number: int) -> bool:
+        search = search_of(number)
+        notice(f"{what} {number * multiple_of}: planned in full")
+        try:
+            plans[number] = as_plan(search, fastest(search))
+        except CannotFit as error:
+            failures[number] = error
+        return number in plans
+
+    guess = near()
     if at_most is None and guess == top:
         raise InputError(f"any {what} fits: nothing grows with it; if that is so, bound it by at_most")
-    found = certain_bound(size_search.fits, guess, top)
+    found = certain_bound(fits, guess, top)
     if not found:
-        least = size_search.failures[1]
+        least = failures[1]
         line = f"not even {what} {multiple_of} fits: {least}"
-        raise CannotFit(line, least.least_bytes, refusal=size_search.refusal(1))
-    above = size_search.failures.get(found + 1)
+        raise CannotFit(line, least.least_bytes, refusal=Refusal(search_of(1)))
+    above = failures.get(found + 1)
     return Largest(
         what=what,
         value=found * multiple_of,
         multiple_of=multiple_of,
-        plan=size_search.plans[found],
+        plan=plans[found],
         above=None if above is None else TooLarge((found + 1) * multiple_of, above.least_bytes, above.taken_bytes),
-        tried=tuple(size_search.tried),
-        planned=tuple(number * multiple_of for number in (*size_search.plans, *size_search.failures)),
+        tried=tuple(tried),
+        planned=tuple(number * multiple_of for number in (*plans, *failures)),
     )
-
-
-@dataclass
-class _SizeSearch:
-    """Mutable: the dry runs and plans made so far, by number (value / `multiple_of`).
-
-    The methods go from cheap, approximate measures to a full plan.
-    """
-
-    case: Case
-    budget: int | str
-    limit_bytes: int  # the budget
-    room_bytes: int  # bytes of a CUDA device that allocator and context may use
-    multiple_of: int
-    how: Mapping[str, Any]
-    what: str
-    notice: Notice
-    tried: list[int] = field(default_factory=list)
-    plans: dict[int, Plan] = field(default_factory=dict)
-    failures: dict[int, CannotFit] = field(default_factory=dict)
-    recent: dict[int, Search] = field(default_factory=dict)
-    plain: dict[str, StepTrace] = field(default_factory=dict)  # one plain step of each model, by fingerprint
-
-    def guess(self, top: int) -> int:
-        """The number near which to plan in full: from traces of forward and backward, then of whole steps nearby."""
-        # A full plan of a 7B takes half a minute, so a search that climbs by plans takes minutes (notes/).
-        guess = rough_bound(self.rough_excess, 0, top)
-        number = max(guess, 1)
-        search = self.search(number)
-        levers, _ = least_levers(search, self.plain_of(search))
-        if levers.joined:  # segments need less memory, so larger numbers fit than the first bound says
-            guess = rough_bound(lambda n: self.excess_of_part(n, levers), 0, top, guess=number)
-        if guess == top:
-            return top
-        return rough_bound(lambda n: self.excess_as_it_will_run(n, levers), 0, top, guess=max(guess, 1))
-
-    def search(self, number: int) -> Search:
-        """The search for a number. The latest few are kept with their traces."""
-        value = number * self.multiple_of
-        if value not in self.tried:
-            self.tried.append(value)
-        if number not in self.recent:
-            model, batch = self.case(value)
-            request = Request.of(model, batch, **self.how).checked(may_choose=True)
-            self.recent[number] = Search(request, self.budget)
-            for oldest in list(self.recent)[:-RECENT]:
-                del self.recent[oldest]
-        return self.recent[number]
-
-    def plain_of(self, search: Search) -> StepTrace:
-        """A plain step of the search's model, traced with the first batch that came.
-
-        Only its optimizer states and gradients are used, which do not depend on the batch.
-        """
-        model = fingerprint(search.request.model)
-        if model not in self.plain:
-            self.plain[model] = search.plain
-        return self.plain[model]
-
-    def refusal(self, number: int) -> Refusal:
-        """The request and the search of a number that was planned in full."""
-        return Refusal(self.search(number))
-
-    def rough_excess(self, number: int) -> int:
-        """Bytes over the budget with the least peak without segments. The best segments are searched only once."""
-        search = self.search(number)
-        plain = self.plain_of(search)
-        return self._excess(number, least_levers(search, plain, joining=False)[1])
-
-    def excess_of_part(self, number: int, levers: LeastLevers) -> int:
-        search = self.search(number)
-        return self._excess(number, peak_of(search, self.plain_of(search), levers))
-
-    def excess_as_it_will_run(self, number: int, levers: LeastLevers) -> int:
-        trace = as_it_will_run(self.search(number), levers)
-        over = self._excess(number, trace.peak_bytes)
-        # On CUDA the tensors may fit the budget while the allocator's segments do not fit on the device.
-        return over if over > 0 or trace.reserved_bytes is None else max(over, lacking(trace, self.room_bytes))
-
-    def _excess(self, number: int, peak_bytes: int) -> int:
-        self.notice(f"{self.what} {number * self.multiple_of}: about {format_bytes(peak_bytes)} at least")
-        return peak_bytes + UNSEEN_BYTES - self.limit_bytes
-
-    def fits(self, number: int) -> bool:
-        search = self.search(number)
-        self.notice(f"{self.what} {number * self.multiple_of}: planned in full")
-        try:
-            self.plans[number] = as_plan(search, fastest(search))
-        except CannotFit as error:
-            self.failures[number] = error
-        return number in self.plans
-
-
-def _say_nothing(line: str) -> None:
-    """The default `notice`."""
 
 
 def refuse_moving(budget: int | str, what: str) -> None:
