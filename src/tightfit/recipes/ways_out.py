@@ -73,15 +73,6 @@ def cards_by_memory() -> list[tuple[str, DeviceSpec]]:
 
 
 @dataclass
-class Trial:
-    """One way to try. `recipe` and `levers` are those of the whole step, changed or not."""
-
-    kind: Kind
-    recipe: Recipe
-    levers: frozenset[str]
-
-
-@dataclass
 class Finder:
     """Mutable: the ways found so far, what was tried for them, and the models built."""
 
@@ -135,24 +126,22 @@ class Finder:
         """
         recipes = list(self.exact_recipes())
         all_exact = self.levers | self.exact_levers()
-        self.any_of(Trial("exact", recipe, self.levers) for recipe in recipes)
+        self.any_of("exact", recipes, self.levers)
         if all_exact != self.levers:
-            self.any_of([Trial("exact", self.recipe, all_exact)])
+            self.any_of("exact", [self.recipe], all_exact)
         if not self.has("exact") and all_exact != self.levers:
-            self.any_of(Trial("exact", recipe, all_exact) for recipe in recipes)
+            self.any_of("exact", recipes, all_exact)
 
     def try_rounding(self) -> None:
         """Try remedies that are exact to rounding: micro-batches, the loss in chunks, AdamW in one kernel."""
         wider = self.levers | allowed_levers("rounding")
         fused = list(self.fused())
-        trials = [Trial("rounding", recipe, self.levers) for recipe in fused]
-        if wider != self.levers:
-            trials.append(Trial("rounding", self.recipe, wider))
-        self.any_of(trials)
+        self.any_of("rounding", fused, self.levers)
+        self.any_of("rounding", [self.recipe], wider)  # nothing, where they are the levers that were refused
         if not self.has("exact", "rounding"):
             every = wider | self.exact_levers()
             both = [self.recipe, *self.exact_recipes(), *fused, *(r for f in fused for r in self.stepping(f))]
-            self.first_of(Trial("rounding", recipe, every) for recipe in both)
+            self.first_of("rounding", both, every)
 
     def try_inexact(self) -> None:
         """Try remedies that change the numbers: 16-bit products or weights, 8-bit states, low-rank adapters."""
@@ -166,15 +155,14 @@ class Finder:
         adapters = self.adapted()
         widest = self.levers | allowed_levers("rounding") | self.exact_levers()
         for levers in dict.fromkeys((self.levers, widest)):
-            single = [*([] if cast is None else [cast]), *low[:1]]
-            self.any_of(Trial("inexact", recipe, levers) for recipe in single)
-            self.first_of(Trial("inexact", recipe, levers) for recipe in narrow)
-            self.first_of(Trial("inexact", recipe, levers) for recipe in adapters)
+            self.any_of("inexact", [*([] if cast is None else [cast]), *low[:1]], levers)
+            self.first_of("inexact", narrow, levers)
+            self.first_of("inexact", adapters, levers)
             if self.has("inexact"):
                 return
             both = [replace(n, optimizer=each.optimizer) for n in narrow[:1] for each in low]
             both += [r for each in (*low, *both) for r in self.stepping(each)]
-            self.first_of(Trial("inexact", recipe, levers) for recipe in (*low[1:], *both))
+            self.first_of("inexact", (*low[1:], *both), levers)
             if self.has("inexact"):
                 return
 
@@ -331,21 +319,20 @@ class Finder:
     def has(self, *kinds: Kind) -> bool:
         return any(way.fits and way.kind in kinds for way in self.ways)
 
-    def any_of(self, trials: Iterable[Trial]) -> None:
-        """Try each, until enough of its rank fit."""
-        for trial in trials:
-            if sum(way.fits and way.kind == trial.kind for way in self.ways) < ENOUGH:
-                self.tried(trial)
+    def any_of(self, kind: Kind, recipes: Iterable[Recipe], levers: frozenset[str]) -> None:
+        """Try each recipe with these levers, until enough of the rank fit."""
+        for recipe in recipes:
+            if sum(way.fits and way.kind == kind for way in self.ways) < ENOUGH:
+                self.tried(kind, recipe, levers)
 
-    def first_of(self, trials: Iterable[Trial]) -> None:
-        """Try one after the other, until one fits."""
-        for trial in trials:
-            if self.tried(trial):
+    def first_of(self, kind: Kind, recipes: Iterable[Recipe], levers: frozenset[str]) -> None:
+        """Try one recipe after the other, until one fits."""
+        for recipe in recipes:
+            if self.tried(kind, recipe, levers):
                 return
 
-    def tried(self, trial: Trial) -> bool:
-        """True if a trial fits. Its way is kept in either case, if it was run."""
-        recipe, levers = trial.recipe, trial.levers
+    def tried(self, kind: Kind, recipe: Recipe, levers: frozenset[str]) -> bool:
+        """True if the step of a recipe fits with these levers. Its way is kept in either case, if it was run."""
         if (recipe == self.recipe and levers == self.levers) or (recipe, levers) in self.begun:
             return False  # what was refused, and what was tried by another road
         self.begun.add((recipe, levers))
@@ -357,7 +344,7 @@ class Finder:
             # A plan would price blocks as if all gradients stayed, and find nothing better.
             steps_unseen = recipe.step_in_backward and not search.request.settings.step_in_backward
             found = self.plain_candidate(search) if steps_unseen else self.least(search)
-            self.ways.append(self.of_recipe(trial, search, found))
+            self.ways.append(self.of_recipe(kind, recipe, levers, search, found))
             return self.ways[-1].fits
         return False
 
@@ -444,13 +431,12 @@ class Finder:
             return given.replace(" ", "")
         return f"{self.budget // 2**20}MiB" if self.budget >= 100 * 2**20 else f"{self.budget}"
 
-    def of_recipe(self, trial: Trial, search: Search, found: Candidate) -> WayOut:
-        recipe, levers = trial.recipe, trial.levers
+    def of_recipe(self, kind: Kind, recipe: Recipe, levers: frozenset[str], search: Search, found: Candidate) -> WayOut:
         changed = None if levers == self.levers else sorted(levers)
         lines = lines_for(self.recipe, recipe, budget=self.budget_in_words, levers=changed, world=search.request.world)
-        changes = {"exact": NOTHING, "rounding": ROUNDING}.get(trial.kind, recipe.changes)
+        changes = {"exact": NOTHING, "rounding": ROUNDING}.get(kind, recipe.changes)
         name = " + ".join(self.words(recipe, levers))
-        return self.way(name, trial.kind, changes, search, found, lines)
+        return self.way(name, kind, changes, search, found, lines)
 
     def of_size(self, what: str, number: int, search: Search, found: Candidate) -> WayOut:
         batch, budget = self.asked.batch, self.budget_in_words
