@@ -38,7 +38,7 @@ STEPS = {
 }
 STEPS |= {"Question", "PageQuestion", "Subject", "RecipeSubject"}
 SEARCHES = {"Selection", "Search", "VariantSearch", "WaySearch", "_SizeSearch", "Sizes", "SizesOfRanks", "Finder"}
-SEARCHES |= {"RanksFinder", "RanksSearch"}
+SEARCHES |= {"RanksFinder", "RanksSearch", "RecipeSearch"}
 CALLS = {"Operation", "ProgramOperation", "Step", "BlockStep", "ReplayedStep"}  # of `levers`: `step.Step` is none
 HEADLESS = re.compile(r"(What|Whether|Who)\b")
 

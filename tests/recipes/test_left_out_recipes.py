@@ -8,8 +8,8 @@ from made_up_devices import even
 from tightfit import TokenBatch
 from tightfit.errors import BudgetError, InputError
 from tightfit.models.decoder import Decoder
+from tightfit.recipes import shares
 from tightfit.recipes.search import RecipeSearch
-from tightfit.recipes.sizes import Sizes
 from tiny import decoder
 
 SHAPE = {"hidden_size": 32, "num_layers": 2}
@@ -43,10 +43,10 @@ def _as(kind):
 def _fails_for(dtype, method):
     """The method, which fails for recipes of weights in this dtype."""
 
-    def failing(self, found, **kwargs):
+    def failing(search, found, **kwargs):
         if found.recipe.dtype == dtype:
             return min([])
-        return method(self, found, **kwargs)
+        return method(search, found, **kwargs)
 
     return failing
 
@@ -66,7 +66,7 @@ def test_a_recipe_that_the_models_own_code_does_not_take_is_named_and_left_out()
     [
         (RecipeSearch, "confirmed", ROOMY, True),
         (RecipeSearch, "last_resort", TIGHT, False),  # its row is known, and only its least bytes are not
-        (Sizes, "of", ROOMY, False),
+        (shares, "with_sizes", ROOMY, False),
     ],
 )
 def test_the_table_comes_where_one_step_of_the_search_fails_for_a_recipe(monkeypatch, owner, name, budget, left):

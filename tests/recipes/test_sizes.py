@@ -1,7 +1,5 @@
 """Sizes read off a few dry runs: weights and gradients alone first, then a straight line of activations."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from tightfit import plan
@@ -11,12 +9,11 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.request import Request
 from tightfit.planner.search.bisection import CORRECTIONS, Convex, Range
-from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 from tightfit.recipes.batches import Dimension
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.search import RecipeSearch
-from tightfit.recipes.sizes import Sizes
+from tightfit.recipes.sizes import largest_size, with_sizes
 from tightfit.recipes.whole_step import PartTracer, frugal_levers, keeping_attention
 from tightfit.step import TokenBatch
 
@@ -44,45 +41,31 @@ def test_a_flat_start_says_nothing_about_what_comes_after():
     assert points.largest(1200, Range(0, 640)) == pytest.approx(120, rel=0.25)
 
 
-class Stepped(Sizes):
+class Stepped:
     """`excess` says by how many bytes a whole step of a size exceeds the budget; tensors alone are a straight line.
 
-    With attention kept, a step takes `saved` bytes less (None: it has none).
+    With attention kept, a step takes `saved` bytes less (None: it has none). Stands for what recipes share, and for the
+    step of one of them.
     """
 
     def __init__(self, excess, saved=None):
-        super().__init__(search=None)
-        self.excess, self.ran, self.saved = excess, [], saved
+        self.excess, self.ran, self.saved, self.recomputes = excess, [], saved, False
+        self.points = {("length", 1024): Convex({1024: 1024, 2048: 2048})}
+        self.levers = (), None if saved is None else ("attention kept",)
 
-    def _points(self, found, dimension):
-        return Convex({dimension.now: dimension.now, 2 * dimension.now: 2 * dimension.now})
-
-    def _guide(self, found, dimension, points):
-        return None
-
-    def _explore(self, found, dimension, points, limit, among):
-        pass
-
-    def _beside(self, found):
-        return 0
-
-    def _peak(self, found, shape, levers=()):
+    def peak(self, shape, levers=()):
         return shape[1] - 40 - (self.saved if levers else 0)
 
-    def _peak_and_excess(self, found, shape, levers=()):
+    def peak_and_excess(self, shape, levers):
         size = shape[1]
         if not levers:
             self.ran.append(size)
         # What was run takes a little less than the line.
-        return self._peak(found, shape, levers), self.excess(size) - (self.saved if levers else 0)
-
-    def _levers(self, found):
-        return (), None if self.saved is None else ("attention kept",)
+        return self.peak(shape, levers), self.excess(size) - (self.saved if levers else 0)
 
     def largest(self, limit):
         """The largest size where the sums of tensors would have this limit."""
-        found = SimpleNamespace(recipe=Recipe(), variant=SimpleNamespace(budget_bytes=limit + UNSEEN_BYTES))
-        largest = self._largest(found, Dimension("length", 1024, 1, 32768, lambda n: (1, n)), confirm=True)
+        largest = largest_size(self, self, Dimension("length", 1024, 1, 32768, lambda n: (1, n)), limit)
         assert largest.confirmed
         assert len(self.ran) <= CORRECTIONS
         return largest.value
@@ -113,7 +96,7 @@ def test_where_a_kept_attention_has_the_lower_peak_a_larger_size_fits_with_it():
     assert recomputed <= 8000
     worse = Stepped(lambda size: size - 8000, saved=-1000)
     assert worse.largest(8000) == recomputed
-    assert len(worse.recomputing) == 1, "its other sizes are not tried with it"
+    assert worse.recomputes, "its other sizes are not tried with it"
 
 
 @pytest.mark.keeps("size-fit-confirms-looked")
@@ -147,8 +130,7 @@ def test_sizes_with_states_on_the_host_do_not_depend_on_the_optimizers_tried_bef
     def sizes(*recipes):
         """The longest sequence and the largest batch of each recipe, looked for in this order."""
         search = RecipeSearch(asked, budget)
-        every = Sizes(search)
-        outcomes = [every.of(found, confirm=False).outcome for found in search.run(recipes)]
+        outcomes = [with_sizes(search, found, confirm=False).outcome for found in search.run(recipes)]
         return {each.recipe: (each.longest_sequence, each.largest_batch) for each in outcomes}
 
     def fits(batch):

@@ -134,14 +134,13 @@ def recipes_of(
     *,
     optimizer: OptimizerOf = optimizer_of,
     notice: Notice | None = None,
-    pick: int | None = None,
     name: str = "",
     processes: int = 1,
 ) -> Recipes:
-    """`tightfit.fit`, with its arguments as records. The recipe of the number `pick` (from 1) is planned in full. Up to
-    so many processes share the recipes, where this one can be forked.
+    """`tightfit.fit`, with its arguments as records. Up to so many processes share the recipes, where this one can be
+    forked.
     """
-    device = lookup(asked.step.device)
+    device, notice = lookup(asked.step.device), notice or (lambda line: None)
     asked = asked.but(device=device, model=asked.model)
     if budget is None:
         budget = "100%" if device.kind == "cuda" else "80%"
@@ -149,7 +148,7 @@ def recipes_of(
         tried = recipes_of_ranks(asked, wanted, may_adapt=not isinstance(asked.model, Decoder))
         if not tried:
             raise InputError(f"{NOTHING_TO_TRY}{NO_ADAPTERS}, and need peft: {install_line(['hf'])}")
-        how = {"optimizer": optimizer, "notice": notice or _say_nothing, "processes": processes}
+        how = {"optimizer": optimizer, "notice": notice, "processes": processes}
         outcomes, left_out = outcomes_of_ranks(asked, world, budget, tried, **how)
         if not outcomes:
             raise _nothing_tried(left_out)
@@ -161,7 +160,7 @@ def recipes_of(
             model=name or type(asked.model).__name__,
             notes=in_words(left_out),
         )
-    search = RecipeSearch(asked, budget, optimizer, notice or _say_nothing, process_bytes=host_of(asked).process)
+    search = RecipeSearch(asked, budget, optimizer, notice, process_bytes=host_of(asked).process)
     may_adapt, clips = not isinstance(asked.model, Decoder), asked.step.grad_clip is not None
     if may_adapt:
         wanted = _with_usual_layers(wanted, asked.model)
@@ -180,9 +179,7 @@ def recipes_of(
         rows, beyond = _within_host(rows, asked.host_budget)
         by_outcome = {id(row.outcome): row for row in rows}
         rows = [by_outcome[id(outcome)] for outcome in ranked([row.outcome for row in rows])]
-        if pick is not None:
-            rows = _picked(search, rows, pick)
-        outcomes = _with_sizes(shares, rows, pick)
+        outcomes = _with_sizes(shares, rows)
     return Recipes(
         outcomes=tuple(outcomes),
         device=device.name,
@@ -254,9 +251,9 @@ def _worth_a_row(rows: list[Row]) -> list[Row]:
     return [row for row in rows if adds(row)]
 
 
-def _with_sizes(shares: Shares, rows: list[Row], pick: int | None) -> list[Outcome]:
+def _with_sizes(shares: Shares, rows: list[Row]) -> list[Outcome]:
     """The outcomes in their order. Those that fit have their longest sequence and largest batch."""
-    confirmed = {row.recipe for row in rows[:CONFIRMED]} | ({rows[pick - 1].recipe} if pick is not None else set())
+    confirmed = {row.recipe for row in rows[:CONFIRMED]}
     sizes = shares.sizes([row for row in rows if row.outcome.fits], lambda row: row.recipe in confirmed)
     unknown = (None, None)
     return [
@@ -264,17 +261,6 @@ def _with_sizes(shares: Shares, rows: list[Row], pick: int | None) -> list[Outco
         for row in rows
         for longest, largest in (sizes.get(row.recipe, unknown),)
     ]
-
-
-def _picked(search: RecipeSearch, rows: list[Row], pick: int) -> list[Row]:
-    """The recipes with the one of this number planned as `tightfit plan` does. Raises `InputError`."""
-    if not 1 <= pick <= len(rows) or not rows[pick - 1].outcome.fits:
-        count = sum(row.outcome.fits for row in rows)
-        raise InputError(f"--pick {pick}: there are {count} recipes that fit: give a number from 1 to {count}")
-    chosen = rows[pick - 1]
-    search.notice(f"{chosen.outcome.name}: planned in full")
-    planned = chosen._replace(outcome=search.planned(chosen.recipe).outcome)
-    return [*rows[: pick - 1], planned, *rows[pick:]]
 
 
 def _built(name: str) -> nn.Module:
@@ -303,7 +289,3 @@ def _nothing_tried(left: list[LeftOut]) -> InputError:
     """Why there is no table: the reason, where it is one, else all."""
     reasons = list(dict.fromkeys(each.reason for each in left))
     return InputError(f"no recipe could be tried: {reasons[0] if len(reasons) == 1 else '; '.join(in_words(left))}")
-
-
-def _say_nothing(line: str) -> None:
-    """The default `notice`."""

@@ -21,7 +21,7 @@ from tightfit.planner.records import HostMemory
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import fastest
-from tightfit.planner.search.least import LeastLevers, least_levers
+from tightfit.planner.search.least import LeastLevers
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import step_host
 from tightfit.recipes.batches import token_count
@@ -39,6 +39,7 @@ from tightfit.recipes.variants import (
 )
 from tightfit.recipes.whole_step import (
     PartTracer,
+    SharedStep,
     WholeStep,
     combinations_to_solve,
     frugal_levers,
@@ -56,10 +57,9 @@ BITS = {"nf4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 
 @dataclass(frozen=True)
 class Found:
-    """An outcome, and what it rests on. `candidate` is None if nothing fits."""
+    """An outcome, and the levers that it rests on; None if nothing fits."""
 
     outcome: Outcome
-    variant: Search | None = None  # of forward and backward
     candidate: Candidate | None = None
 
     @property
@@ -69,17 +69,15 @@ class Found:
 
 @dataclass
 class RecipeSearch:
-    """Mutable: the models built, the searches of variants whose traces recipes share, and what was left out."""
+    """Mutable: the models built, the steps of variants whose traces recipes share, and what was left out."""
 
     asked: Request
     budget: int | str
     optimizer: OptimizerOf = optimizer_of
     notice: Notice = lambda line: None
-    searches: dict[Variant, Search] = field(default_factory=dict)
+    shared: dict[Variant, SharedStep] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     updates: dict[tuple, StepTrace] = field(default_factory=dict)  # variants that train the same share them
-    steps: dict[tuple[Variant, str], WholeStep] = field(default_factory=dict)  # by variant and optimizer
-    least: dict[Variant, LeastLevers] = field(default_factory=dict)  # levers of about the least peak
     process_bytes: int = 0  # of the host's memory, beside tensors
 
     def __post_init__(self) -> None:
@@ -120,42 +118,38 @@ class RecipeSearch:
         """The outcomes of recipes of one variant. One that cannot be tried is left out."""
         waiting = list(recipes)
         with leaving_out(lambda: waiting, self.left_out):
-            search, model = self.search_of(recipes[0]), self.models.of(recipes[0])
+            search, model = self.shared_step(recipes[0]).search, self.models.of(recipes[0])
             held = held_bytes(model)
             limit = search.budget_bytes - UNSEEN_BYTES
             least = {r: least_bytes(r, model, held - streamable_bytes(search, r)) for r in recipes}
             waiting = [r for r in recipes if least[r] <= limit]
-            for recipe in (r for r in recipes if r not in waiting):
-                yield Found(self.hopeless(recipe, least[recipe]), search)
+            for recipe in (r for r in recipes if r not in waiting):  # weights, gradients and states alone are too large
+                yield Found(Outcome(recipe, False, least[recipe], least[recipe] + UNSEEN_BYTES))
             if waiting:
                 _ = search.plain  # a step that cannot be run dry is not tried once for each optimizer
             for recipe in waiting:
                 with leaving_out([recipe], self.left_out):
                     yield self.of_recipe(search, recipe)
 
-    def search_of(self, recipe: Recipe) -> Search:
-        """The search of a recipe's variant, which its recipes share with its traces."""
-        if (variant := Variant.of(recipe)) not in self.searches:
+    def shared_step(self, recipe: Recipe) -> SharedStep:
+        """Forward and backward of a recipe's variant, which its recipes share with their traces."""
+        if (variant := Variant.of(recipe)) not in self.shared:
             request = without_optimizer(self.asked, recipe, self.models.of(recipe)).checked(may_choose=True)
             tracer = PartTracer(request, frees=variant.frees_gradients)
             # No share of the plain peak, so a variant that arithmetic excludes has no trace.
-            self.searches[variant] = Search(request, self.budget, tracer=tracer, limit_bytes=self.budget_bytes)
-        return self.searches[variant]
+            search = Search(request, self.budget, tracer=tracer, limit_bytes=self.budget_bytes)
+            self.shared[variant] = SharedStep(search, variant.frees_gradients)
+        return self.shared[variant]
 
     def whole_step(self, recipe: Recipe) -> WholeStep:
         """A recipe's step as joined traces. Raises the errors of `build_optimizer`."""
-        variant = Variant.of(recipe)
-        if (key := (variant, recipe.optimizer)) not in self.steps:
-            search, frees = self.search_of(recipe), variant.frees_gradients
-            trains = (recipe.optimizer, frees, tuple(trained(search.request).items()))
+        shared, optimizer = self.shared_step(recipe), recipe.optimizer
+        if optimizer not in shared.steps:
+            trains = (optimizer, shared.frees, tuple(trained(shared.search.request).items()))
             if trains not in self.updates:
-                self.updates[trains] = trace_update_of(search, recipe.optimizer, frees=frees)
-            self.steps[key] = WholeStep(search, self.updates[trains], frees)
-        return self.steps[key]
-
-    def hopeless(self, recipe: Recipe, least: int) -> Outcome:
-        """A recipe whose weights, gradients and states alone exceed the budget, so nothing of it is traced."""
-        return Outcome(recipe, False, least, least + UNSEEN_BYTES)
+                self.updates[trains] = trace_update_of(shared.search, optimizer, frees=shared.frees)
+            shared.steps[optimizer] = WholeStep(shared.search, self.updates[trains], shared.frees)
+        return shared.steps[optimizer]
 
     def of_recipe(self, search: Search, recipe: Recipe) -> Found:
         if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
@@ -164,20 +158,17 @@ class RecipeSearch:
         plain = step.plain
         if search.excess(plain) <= 0:
             return self.found(search, recipe, plain)
-        fixed = step.update_peak + UNSEEN_BYTES
-        if fixed > search.budget_bytes:
-            if streamable_bytes(search, recipe):
-                return self.planned(recipe, search)
-            return Found(Outcome(recipe, False, plain.peak_bytes, fixed), search)
-        needed: list[int] = []
-        for combination in combinations_to_solve(search):
-            candidate, least = step.solved_for(combination)
-            if candidate is not None:
-                return self.found(search, recipe, candidate)
-            needed.append(least)
+        needed = [step.update_peak + UNSEEN_BYTES]
+        if needed[0] <= search.budget_bytes:
+            needed = []
+            for combination in combinations_to_solve(search):
+                candidate, least = step.solved_for(combination)
+                if candidate is not None:
+                    return self.found(search, recipe, candidate)
+                needed.append(least)
         if streamable_bytes(search, recipe):
-            return self.planned(recipe, search)  # weights go, which the shared traces of the variant hold
-        return Found(Outcome(recipe, False, plain.peak_bytes, min(needed)), search)
+            return self.planned(recipe)  # weights go, which the shared traces of the variant hold
+        return Found(Outcome(recipe, False, plain.peak_bytes, min(needed)))
 
     def offloaded(self, search: Search, recipe: Recipe) -> Found:
         """An optimizer whose states and gradients leave the device in backward, which is traced as the whole step.
@@ -189,7 +180,7 @@ class RecipeSearch:
         if search.plain.peak_bytes <= bound:
             candidate = whole.trace_applied(whole.request.plain, {})
             if whole.excess(candidate) <= 0:
-                return Found(self.outcome(whole, recipe, candidate), search, candidate)
+                return self.found(whole, recipe, candidate)
         combination = combinations_to_solve(search)[0]
         base = search.baseline(combination)
         needed = search.plain.peak_bytes + UNSEEN_BYTES
@@ -200,15 +191,15 @@ class RecipeSearch:
             candidate = whole.trace_applied(combination, base.policies(choice), base.priced, choice)
             excess = whole.excess(candidate)
             if excess <= 0:
-                return Found(self.outcome(whole, recipe, candidate), search, candidate)
+                return self.found(whole, recipe, candidate)
             needed = candidate.needed_bytes
             bound -= excess
             if within is None:
                 break
         if streamable_bytes(search, recipe):
-            return self.planned(recipe, search)
+            return self.planned(recipe)
         least = max(base.least_bytes + UNSEEN_BYTES, search.budget_bytes + 1)
-        return Found(Outcome(recipe, False, needed, least), search)
+        return Found(Outcome(recipe, False, needed, least))
 
     def whole_search(self, recipe: Recipe, variant: Search, plain: StepTrace | None = None) -> Search:
         """A search whose traces are of the recipe's whole step. Its blocks are the variant's."""
@@ -223,14 +214,13 @@ class RecipeSearch:
 
     def last_resort(self, found: Found) -> Found:
         """A recipe that does not fit, with the levers of least memory, which take many traces to find."""
-        recipe, search = found.recipe, found.variant
-        if search is None or parse_optimizer(recipe.optimizer).kind == OFFLOADED:
+        recipe = found.recipe
+        if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
             return found
-        step = self.whole_step(recipe)
+        step, shared = self.whole_step(recipe), self.shared_step(recipe)
+        search = shared.search
         # No search for better levers than the frugal ones would find what fits where states alone exceed the budget.
-        last = step.at_last(
-            LeastLevers(*frugal_levers(search)) if step.stays_over else self.least_levers_of(recipe, search)
-        )
+        last = step.at_last(LeastLevers(*frugal_levers(search)) if step.stays_over else shared.least)
         if last is not None and search.excess(last) <= 0:
             found = self.found(search, recipe, last)
         elif last is not None:
@@ -239,15 +229,9 @@ class RecipeSearch:
         self.notice(_line(found.outcome))
         return found
 
-    def least_levers_of(self, recipe: Recipe, search: Search) -> LeastLevers:
-        """The levers of about the least peak of a recipe's variant."""
-        if (variant := Variant.of(recipe)) not in self.least:
-            self.least[variant], _ = least_levers(search, search.plain)
-        return self.least[variant]
-
     def found(self, search: Search, recipe: Recipe, candidate: Candidate) -> Found:
         """A candidate that fits, as an outcome."""
-        return Found(self.outcome(search, recipe, candidate), search, candidate)
+        return Found(self.outcome(search, recipe, candidate), candidate)
 
     def outcome(self, search: Search, recipe: Recipe, candidate: Candidate, plan: Plan | None = None) -> Outcome:
         levers = levers_of(search.request, candidate) if plan is None else plan.levers
@@ -283,34 +267,34 @@ class RecipeSearch:
 
     # Traced whole
 
-    def planned(self, recipe: Recipe, variant: Search | None = None) -> Found:
+    def planned(self, recipe: Recipe) -> Found:
         """A recipe planned as `tightfit.plan` would."""
         search = Search(self.asked_for(recipe).checked(may_choose=True), self.budget)
         try:
             candidate = fastest(search)
         except CannotFit as error:
-            peak = search.plain.peak_bytes
-            return Found(Outcome(recipe, False, peak, max(error.least_bytes, search.budget_bytes + 1)), variant)
-        return Found(self.outcome(search, recipe, candidate, as_plan(search, candidate)), variant, candidate)
+            needed = max(error.least_bytes, search.budget_bytes + 1)
+            return Found(Outcome(recipe, False, search.plain.peak_bytes, needed))
+        return Found(self.outcome(search, recipe, candidate, as_plan(search, candidate)), candidate)
 
     def confirmed(self, found: Found) -> Found:
         """A recipe that fits, with its levers traced as the whole step, optimizer included, and its plan."""
-        outcome, variant, candidate = found.outcome, found.variant, found.candidate
-        if outcome.plan is not None or variant is None or candidate is None:
+        recipe, candidate = found.recipe, found.candidate
+        if found.outcome.plan is not None or candidate is None:
             return found
         # The plain step is known; a trace of it would say the same again.
-        search = self.whole_search(outcome.recipe, variant, self.whole_step(outcome.recipe).plain.trace)
+        search = self.whole_search(recipe, self.shared_step(recipe).search, self.whole_step(recipe).plain.trace)
         search.routing_matters = search.plain.peak_depends_on_data
-        if parse_optimizer(outcome.recipe.optimizer).kind == OFFLOADED and not search.routing_matters:
+        if parse_optimizer(recipe.optimizer).kind == OFFLOADED and not search.routing_matters:
             whole = candidate  # it was traced as the whole step when it was found
         else:
             whole = search.trace_applied(
                 candidate.combination, candidate.policies, candidate.priced, candidate.choice, candidate.joined
             )
         if search.excess(whole) > 0:
-            return self.planned(outcome.recipe, variant)
+            return self.planned(recipe)
         search.best = whole
-        return Found(self.outcome(search, outcome.recipe, whole, as_plan(search, whole)), variant, whole)
+        return Found(self.outcome(search, recipe, whole, as_plan(search, whole)), whole)
 
 
 def streamable_bytes(search: Search, recipe: Recipe) -> int:

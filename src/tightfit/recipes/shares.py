@@ -12,7 +12,7 @@ from tightfit.errors import InputError
 from tightfit.recipes.leaving_out import LeftOut, leaving_out
 from tightfit.recipes.records import LargestSize, Outcome, Recipe
 from tightfit.recipes.search import Found, RecipeSearch
-from tightfit.recipes.sizes import Sizes
+from tightfit.recipes.sizes import with_sizes
 from tightfit.recipes.variants import Variant
 from tightfit.runtime.forked import Crew, Notice, processes_for, shared_out
 
@@ -59,9 +59,6 @@ class _Share:
     is_only: bool
     found: dict[Recipe, Found] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.sizes = Sizes(self.search)
-
     def do(self, asked: tuple[str, Sequence[Any]], notice: Notice) -> Any:
         """One of the methods below, by its name."""
         method, arguments = asked
@@ -98,7 +95,7 @@ class _Share:
         done = _Sized({}, [])
         for recipe, confirm in part:
             with leaving_out([recipe], done.left_out, "the largest sizes of "):
-                outcome = self.sizes.of(self._known(recipe), confirm=confirm).outcome
+                outcome = with_sizes(self.search, self._known(recipe), confirm=confirm).outcome
                 notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
                 done.sizes[recipe] = (outcome.longest_sequence, outcome.largest_batch)
         return done
@@ -124,7 +121,7 @@ class _Share:
         # A plan holds its model, which stays where it is.
         outcome = found.outcome if self.is_only else replace(found.outcome, plan=None)
         # Only rows that fit are traced again, and one that arithmetic excludes has no trace to count.
-        return outcome, outcome.fits and found.variant is not None and found.variant.is_small
+        return outcome, outcome.fits and self.search.shared_step(found.recipe).search.is_small
 
 
 class Shares:

@@ -57,10 +57,6 @@ class Models:
             return self.model  # dry runs leave it as it is
         return as_recipe(self.model, dtype=recipe.dtype, adapter=adapter)
 
-    def forget(self, recipe: Recipe) -> None:
-        """Release a model that no further recipe needs."""
-        self.built.pop((recipe.dtype, recipe.adapter), None)
-
 
 def optimizer_of(recipe: Recipe) -> Optimizer:
     """The recipe's optimizer as an argument of a plan."""

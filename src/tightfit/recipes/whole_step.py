@@ -5,7 +5,7 @@ joins them to the phase of one optimizer, and solves the levers for the memory t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tightfit.devices.families import Family, family_of
@@ -15,9 +15,11 @@ from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import least_peak, solve
 from tightfit.planner.levers import Combination, MicroBatches, Role
 from tightfit.planner.request import Request, Tracer
+from tightfit.planner.search.bisection import Convex
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
-from tightfit.planner.search.least import LeastLevers
+from tightfit.planner.search.least import LeastLevers, least_levers
 from tightfit.planner.search.search import Search
+from tightfit.recipes.batches import Shape, resized, shape_of
 from tightfit.recipes.variants import held_bytes
 from tightfit.tracing.joined import joined, state_bytes
 from tightfit.tracing.record import Category, Phase, StepTrace
@@ -203,6 +205,11 @@ class WholeStep:
         over, parts = self.shared.excess(self.plain), self.shared.request.micro_batches
         return over <= LOGITS * max(activations, default=0) or combination.micro_batches > parts
 
+    def peak_and_excess(self, shape: Shape, levers: Levers) -> tuple[int, int]:
+        """With a batch of this shape: the peak of forward and backward, and by how much the step is over the budget."""
+        search = with_shape(self.shared, shape)
+        return search.whole(*levers).peak_bytes, search.excess(replace(self, shared=search).candidate(*levers))
+
     @property
     def stays_over(self) -> bool:
         """True if weights, gradients and states alone exceed the budget."""
@@ -217,3 +224,43 @@ class WholeStep:
             return self.candidate(combination, dict(levers.policies), levers.joined)
         except LeverError:  # a module that cannot be tiled
             return None
+
+
+@dataclass
+class SharedStep:
+    """Forward and backward that recipes of one variant share. Mutable: what was found of it so far.
+
+    `frees` says that each gradient is used up at once. `steps` are the whole steps by optimizer. `points` are the peaks
+    with the frugal levers by size, for each dimension by its name and its present size.
+    """
+
+    search: Search
+    frees: bool
+    steps: dict[str, WholeStep] = field(default_factory=dict)
+    points: dict[tuple[str, int], Convex] = field(default_factory=dict)
+    recomputes: bool = False  # no kept attention lowers its peak
+
+    @cached_property
+    def least(self) -> LeastLevers:
+        """The levers of about the least peak."""
+        return least_levers(self.search, self.search.plain)[0]
+
+    @cached_property
+    def levers(self) -> tuple[Levers, Levers | None]:
+        """Levers of little memory, and those that keep attention, where that is possible."""
+        frugal = frugal_levers(self.search)
+        return frugal, keeping_attention(self.search, frugal)
+
+    def peak(self, shape: Shape, levers: Levers | None = None) -> int:
+        """The peak of forward and backward with a batch of this shape, and the frugal levers or others."""
+        return with_shape(self.search, shape).whole(*(levers or self.levers[0])).peak_bytes
+
+
+def with_shape(search: Search, shape: Shape) -> Search:
+    """The search with a batch of another shape, whose plain step is not traced."""
+    batch = search.request.batch
+    if shape == shape_of(batch):
+        return search
+    request = search.request.but(batch=resized(batch, *shape))
+    tracer = replace(search.tracer, request=request)
+    return Search(request, search.budget, tracer=tracer, known_paths=search.paths, limit_bytes=search.budget_bytes)
