@@ -53,6 +53,7 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "adamw4bit": ("adamw4bit", FP32),
     "flash_adamw": ("flash_adamw", FP32),
     "muon": ("muon", FP32),
+    "muon8bit": ("muon8bit", FP32),
     "adafactor": ("adafactor", FP32),
     "offloaded_adamw:0.5": ("offloaded_adamw:0.5", FP32),
     "offloaded_adamw": ("offloaded_adamw", FP32),
@@ -62,6 +63,7 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "flash_adamw, bf16 weights": ("flash_adamw", BF16),
     "flash_adamw, bf16 weights, step in backward": (in_backward("flash_adamw"), BF16),
     "adamw8bit, bf16 weights, step in backward": (in_backward("adamw8bit"), BF16),
+    "muon8bit, bf16 weights": ("muon8bit", BF16),
     "offloaded_adamw, bf16 weights": ("offloaded_adamw", BF16),
 }
 
@@ -132,6 +134,8 @@ gradients |
 | `adamw8bit`, `adamw4bit` | 8-bit states (bitsandbytes), 4-bit states (torchao): `pip install 'tightfit[lowbit]'` | \
 inexact |
 | `muon` | Muon on parameters of two dimensions, AdamW on the rest | another optimizer |
+| `muon8bit` | the same with momentum in 8 bits and `flash_adamw` for the rest; for bf16 weights 8 more bits of each \
+| another optimizer; its momentum is that of `muon` within 1% |
 | `adafactor`, `adam`, `sgd` | PyTorch's | other optimizers |
 | `module:Class` | any subclass of `torch.optim.Optimizer`, as `torch.optim:RAdam`, \
 `bitsandbytes.optim:Lion8bit`, or one of your own | as it is |

@@ -54,6 +54,7 @@ def test_an_estimate_of_a_configs_text_is_that_of_the_command():
     assert "RTX 3060 12GB" in text
 
 
+@pytest.mark.slow  # 11 s: a process that plans; the test above starts one too
 def test_a_plan_that_does_not_fit_is_an_answer():
     wrong, text = ask("plan", model="cpu8", device="rtx3060-12", budget="1MiB", seq_len=32)
     assert not wrong, text

@@ -107,6 +107,11 @@ OPTIMIZERS = {
         changes=None, tried=("fp32",), steps_parts=False,
         steps_in_backward=False,  # it orders its matrices
     ),
+    "muon8bit": OptimizerFacts(
+        "Muon with 8-bit momentum on matrices, flash AdamW on the rest, and for bf16 weights 8 more bits of each",
+        "8-bit Muon", "tightfit.optim.Muon8bit", state_bytes=(1.0, 2.0), changes=None, steps_parts=False,
+        steps_in_backward=False,  # it orders its matrices
+    ),
     "sgd": OptimizerFacts(
         "SGD", "SGD", "torch.optim.SGD", takes=("lr",), state_bytes=(0.0, 0.0), changes=None, rounds=True,
         steps_shards=True,

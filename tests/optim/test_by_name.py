@@ -8,8 +8,10 @@ from small_training import assert_same_weights, batches, loss_of, net, resumed_e
 
 from tightfit.errors import ConfigError, DeviceError, InputError
 from tightfit.names import FOREIGN, OPTIMIZERS
-from tightfit.optim import MuonWithAdamW, OffloadedAdamW
+from tightfit.optim import Muon8bit, MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.by_name import build_optimizer
+from tightfit.optim.companding import GROUP, signed_decoded
+from tightfit.optim.flash import in_memory_order
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.training.config import TrainingConfig, parse_config
 from tightfit.training.optimizer import OptimizerRecipe, set_learning_rate
@@ -143,6 +145,50 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
         for each in (optimizer, *references):
             each.step()
     assert_same_weights(model, plain)
+
+
+def test_muon_in_8_bits_is_pytorchs_muon_on_the_momentum_that_its_codes_hold():
+    torch.manual_seed(0)
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((40, 33), (7, 300))]
+    matrices.append(torch.nn.Parameter(torch.randn(30, 20).t()))  # another order of memory
+    optimizer = Muon8bit(matrices, lr=1e-2)
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in matrices]
+    reference = torch.optim.Muon(copies, lr=1e-2, weight_decay=1e-2, eps=1e-8, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for parameter, copy in zip(matrices, copies, strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            copy.grad = parameter.grad.clone()
+            if state := optimizer.state[parameter]:
+                reference.state[copy]["momentum_buffer"].copy_(momentum_of(state, parameter))
+        optimizer.step()
+        reference.step()
+        for parameter, copy in zip(matrices, copies, strict=True):
+            assert torch.equal(parameter.grad, copy.grad), "a step leaves gradients as they are"
+            assert torch.equal(parameter, copy)
+            error = momentum_of(optimizer.state[parameter], parameter) - reference.state[copy]["momentum_buffer"]
+            assert 0 < error.norm() < 0.01 * reference.state[copy]["momentum_buffer"].norm()
+
+
+def momentum_of(state, parameter):
+    """Muon's momentum (m x n) in fp32, as it is decoded, in the memory order of its parameter."""
+    codes, scales = in_memory_order(state["momentum_buffer"]), state["momentum_scale"].repeat_interleave(GROUP)
+    decoded = signed_decoded(codes, scales[: codes.numel()])
+    return torch.empty_like(parameter).copy_(decoded.as_strided(parameter.shape, parameter.stride()))
+
+
+def test_muon_in_8_bits_counts_updates_below_the_last_bit_of_bf16_weights():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
+    optimizer = Muon8bit([weight], lr=1e-5, weight_decay=0.0)
+    for _ in range(400):
+        weight.grad = torch.eye(16, dtype=torch.bfloat16)
+        optimizer.step()
+    assert (weight.diagonal() < 1).all()
+
+
+def test_muon_in_8_bits_refuses_what_it_cannot_hold():
+    with pytest.raises(InputError, match=r"^Muon8bit: a parameter is float16: use bf16 or fp32$"):
+        Muon8bit([torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float16))])
 
 
 def test_a_learning_rate_that_lies_in_a_tensor_is_written_into_it():

@@ -8,7 +8,7 @@ import torch
 from small_training import assert_same_weights, batches, grouped, loss_of, net, train
 
 from tightfit.errors import InputError
-from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim import BF16AdamW, FlashAdamW, Muon8bit, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.host_gradient import HostGradient
 
 BF16 = torch.bfloat16
@@ -20,6 +20,7 @@ KINDS = {
     "rounded by chance": (lambda model: BF16AdamW(grouped(model), keeping="stochastic", seed=4), BF16),
     "24 bits": (lambda model: FlashAdamW(grouped(model), 1e-2), BF16),
     "muon": (lambda model: MuonWithAdamW(grouped(model), 1e-2, momentum=0.9), torch.float32),
+    "muon, 24 bits": (lambda model: Muon8bit(grouped(model), 1e-2, momentum=0.9), BF16),
 }
 
 

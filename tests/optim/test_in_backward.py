@@ -6,7 +6,7 @@ from small_training import assert_same_weights, batches, clip, loss_of, net, tra
 
 from exactness import allocator_record
 from tightfit.errors import InputError, LeverError
-from tightfit.optim import BF16AdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim import BF16AdamW, Muon8bit, MuonWithAdamW, OffloadedAdamW, step_in_backward
 
 KINDS = {
     "adamw": torch.optim.AdamW,
@@ -14,6 +14,7 @@ KINDS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adafactor": torch.optim.Adafactor,
     "muon": MuonWithAdamW,
+    "muon8bit": Muon8bit,
     "offloaded": OffloadedAdamW,
 }
 

@@ -161,7 +161,9 @@ def training(folder, memory=None, **keys):
 
 
 def test_fit_lists_it_and_its_lines_can_be_copied():
-    recipes = json.loads(tightfit("fit", *ASKED, "--optimizer", WITH_ARGUMENTS, "--json").out)["recipes"]
+    recipes = json.loads(
+        tightfit("fit", *ASKED, "--optimizer", WITH_ARGUMENTS, "--dtype", "fp32", "--precision", "fp32", "--json").out
+    )["recipes"]
     assert {each["optimizer"] for each in recipes} == {WITH_ARGUMENTS}
     lines = lines_for(Recipe(), Recipe(optimizer=WITH_ARGUMENTS), budget="1GiB")
     assert yaml.safe_load(lines.yaml)["training"]["optimizer"] == WITH_ARGUMENTS

@@ -14,7 +14,7 @@ from tightfit.tracing.step import trace_step
 from tiny import allocator_peak, decoder, token_batch
 
 TOLERANCE = 0.001
-KINDS = ["adamw_fused", "muon", "adafactor", "offloaded_adamw", "offloaded_adamw:0.5"]
+KINDS = ["adamw_fused", "muon", "muon8bit", "adafactor", "offloaded_adamw", "offloaded_adamw:0.5"]
 
 
 def in_backward(parameters):
@@ -42,7 +42,9 @@ def test_the_predicted_peak_is_the_allocators(optimizer, micro_batches):
 
 
 @pytest.mark.keeps("optimizer-states-host-16")
-@pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw_bf16_stochastic", "flash_adamw", "offloaded_adamw"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw_bf16", "adamw_bf16_stochastic", "flash_adamw", "muon8bit", "offloaded_adamw"]
+)
 def test_sixteen_bit_weights_are_predicted_too(optimizer):
     model, batch = decoder(num_layers=2).to(torch.bfloat16), token_batch(2, 16)
     predicted = traced(model, batch, optimizer).peak_bytes
@@ -50,11 +52,12 @@ def test_sixteen_bit_weights_are_predicted_too(optimizer):
 
 
 @pytest.mark.keeps("flash-adamw-takes-7")
-@pytest.mark.parametrize("stepping", [False, True])
-def test_a_weight_that_is_updated_in_chunks_is_predicted_too(stepping, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["flash_adamw", "flash_adamw in backward", "muon8bit"])
+def test_a_weight_that_is_updated_in_chunks_is_predicted_too(optimizer, monkeypatch):
     monkeypatch.setattr(flash, "CHUNK", 1 << 13)  # several chunks, a shorter one, and numbers beyond the last group
     model = decoder(num_layers=1, hidden_size=36, num_heads=2).to(torch.bfloat16)
-    optimizer = in_backward_by_name("flash_adamw") if stepping else "flash_adamw"
+    name, _, stepping = optimizer.partition(" ")
+    optimizer = in_backward_by_name(name) if stepping else name
     batch = token_batch(2, 16)
     assert traced(model, batch, optimizer).peak_bytes == allocator_peak(model, batch, optimizer=optimizer)
 

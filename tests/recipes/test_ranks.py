@@ -133,10 +133,11 @@ def test_a_row_of_adapters_is_a_plan_for_all_ranks_of_what_is_trained(tmp_path):
 
 
 @pytest.mark.keeps("tightfit-fit-world-size")
-def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits():
-    narrow = ("--dtype", "fp32", "--optimizer", "sgd")
+def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits(tmp_path):
+    narrow = ("--dtype", "fp32", "--optimizer", "sgd", "--seq-len", "64")
+    model = str(saved_llama(tmp_path))
     asked = run(
-        "fit", "--model", "cpu8", "--device", "h100", "--world-size", "2", "--budget", "1MiB", "--json", *narrow
+        "fit", "--model", model, "--device", "h100", "--world-size", "2", "--budget", "64KiB", "--json", *narrow
     )
     assert asked.code == 3
     rows = json.loads(asked.out)["recipes"]
@@ -254,6 +255,7 @@ def test_more_cards_and_smaller_batches_are_ways_out_that_have_plans():
 
 
 @pytest.mark.keeps("plan-fit-several-cards")
+@pytest.mark.slow  # 13 s: every way out on shards
 def test_an_optimizer_is_not_changed_on_shards():
     finder = finder_of(refused(200_000, world_size=2, parallel="fsdp2"))
     finder.try_exact()

@@ -8,7 +8,7 @@ from torch import nn
 
 from injected_out_of_memory import OutOfMemoryAt
 from tightfit.errors import RecoveryError
-from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim import BF16AdamW, FlashAdamW, Muon8bit, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.by_name import build_optimizer
 from tightfit.training.recovery.catching import caught
 from tightfit.training.recovery.update import UpdateGuard, one_by_one
@@ -25,6 +25,8 @@ KINDS = {
     "sgd foreach": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
     "adafactor": torch.optim.Adafactor,
     "muon": MuonWithAdamW,
+    "muon8bit": Muon8bit,
+    "muon8bit bf16": Muon8bit,
     "adamw_bf16": BF16AdamW,
     "flash_adamw": FlashAdamW,
     "flash_adamw bf16": FlashAdamW,
@@ -34,7 +36,8 @@ KINDS = {
 # after the other from both, so are codes and their scales, and SGD's first momentum is a copy of a gradient that it
 # then writes into.
 MAY_REFUSE = {
-    "adamw_bf16": 0.12, "flash_adamw": 0.1, "flash_adamw bf16": 0.1, "sgd momentum": 0.35, "sgd foreach": 0.2,
+    "adamw_bf16": 0.12, "flash_adamw": 0.1, "flash_adamw bf16": 0.1, "muon8bit": 0.06, "muon8bit bf16": 0.06,
+    "sgd momentum": 0.35, "sgd foreach": 0.2,
 }  # fmt: skip
 
 

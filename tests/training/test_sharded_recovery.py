@@ -264,6 +264,7 @@ def test_a_stand_in_that_would_send_another_message_sends_none(mesh_of_two: Any,
 
 
 @pytest.mark.keeps("nothing-failed-step-held-begins")
+@pytest.mark.sampled(1)  # 9 s each
 @pytest.mark.parametrize("device", ["cpu", "RTX 4090"])
 def test_a_plan_made_in_the_middle_of_a_training_leaves_nothing_of_its_played_ranks(
     mesh: Any, made: tuple[Fit, Fit, Fit], device: str

@@ -3,7 +3,15 @@
 from tightfit.optim.bf16 import BF16AdamW
 from tightfit.optim.flash import FlashAdamW
 from tightfit.optim.in_backward import StepInBackward, step_in_backward
-from tightfit.optim.muon import MuonWithAdamW
+from tightfit.optim.muon import Muon8bit, MuonWithAdamW
 from tightfit.optim.offloaded import OffloadedAdamW
 
-__all__ = ["BF16AdamW", "FlashAdamW", "MuonWithAdamW", "OffloadedAdamW", "StepInBackward", "step_in_backward"]
+__all__ = [
+    "BF16AdamW",
+    "FlashAdamW",
+    "Muon8bit",
+    "MuonWithAdamW",
+    "OffloadedAdamW",
+    "StepInBackward",
+    "step_in_backward",
+]

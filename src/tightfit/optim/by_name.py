@@ -10,7 +10,7 @@ import torch
 from tightfit.errors import InputError
 from tightfit.memory.allocator import memory_of
 from tightfit.names import OFFLOADED, OPTIMIZERS, OptimizerName, parse_optimizer
-from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW, step_in_backward
+from tightfit.optim import BF16AdamW, FlashAdamW, Muon8bit, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
 from tightfit.optim.low_bit import adamw4bit, adamw8bit, check_device, without_its_step
@@ -38,6 +38,7 @@ _KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "offloaded_adamw": OffloadedAdamW,
     "adam": torch.optim.Adam,
     "muon": MuonWithAdamW,
+    "muon8bit": Muon8bit,
     "adafactor": torch.optim.Adafactor,
     "sgd": torch.optim.SGD,
 }

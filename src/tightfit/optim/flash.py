@@ -48,15 +48,10 @@ class FlashAdamW(FrugalOptimizer):
     """
 
     def adopt(self, parameters: Sequence[Tensor], choice: Any = None) -> None:
-        for parameter in parameters:
-            if parameter.dtype not in (torch.bfloat16, torch.float32):
-                dtype = str(parameter.dtype).removeprefix("torch.")
-                raise InputError(f"FlashAdamW: a parameter is {dtype}: use bf16 or fp32")
-            if not is_dense(parameter):
-                raise InputError("FlashAdamW: a parameter has gaps in memory: give it a contiguous copy")
+        check_parameters("FlashAdamW", parameters)
 
     def state_shape(self, parameter: Tensor, key: str) -> tuple[int, ...]:
-        return (-(-parameter.numel() // GROUP),) if key in SCALES else super().state_shape(parameter, key)
+        return scales_shape(parameter) if key in SCALES else super().state_shape(parameter, key)
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -76,7 +71,7 @@ class FlashAdamW(FrugalOptimizer):
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         tensors = {key: in_memory_order(value) for key, value in state.items() if key != "step"}
-        for piece, times in pieces(parameter.numel(), CHUNK if parameter.device.type == "cpu" else CHUNK_ON_CARDS):
+        for piece, times in pieces(parameter):
             with repeated(times):
                 chunk_step(weight, in_memory_order(gradient), tensors, piece, factors)
 
@@ -88,8 +83,23 @@ class FlashAdamW(FrugalOptimizer):
         for key, dtype in kinds.items():
             new[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         for key in SCALES:
-            new[key] = parameter.new_zeros(self.state_shape(parameter, key), dtype=torch.float32)
+            new[key] = parameter.new_zeros(scales_shape(parameter), dtype=torch.float32)
         return new
+
+
+def check_parameters(name: str, parameters: Sequence[Tensor]) -> None:
+    """Raise `InputError` for a parameter that the optimizer of this name cannot hold in few bits."""
+    for parameter in parameters:
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise InputError(f"{name}: a parameter is {dtype}: use bf16 or fp32")
+        if not is_dense(parameter):
+            raise InputError(f"{name}: a parameter has gaps in memory: give it a contiguous copy")
+
+
+def scales_shape(parameter: Tensor) -> tuple[int]:
+    """The shape of a state that has one number for each `GROUP` of a parameter's."""
+    return (-(-parameter.numel() // GROUP),)
 
 
 class Factors(NamedTuple):
@@ -134,8 +144,9 @@ class Piece(NamedTuple):
         return tensor[self.first // GROUP : -(-self.last // GROUP)].view(-1, 1)
 
 
-def pieces(count: int, chunk: int) -> Iterator[tuple[Piece, int]]:
+def pieces(parameter: Tensor) -> Iterator[tuple[Piece, int]]:
     """The pieces of a parameter, and how many of them each stands for: in a dry run one for all of its length."""
+    count, chunk = parameter.numel(), CHUNK if parameter.device.type == "cpu" else CHUNK_ON_CARDS
     whole = count // chunk
     if simulation.is_dry and whole:
         yield Piece(0, chunk), whole
@@ -169,14 +180,19 @@ def chunk_step(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], piece
     moments = companding.signed_encoded(first), companding.roots_encoded(roots)
     del first, second, roots
     if is_narrow:
-        upper, error = companding.split(new, factors.threshold)
-        old.view(torch.int16).copy_(upper)
-        piece.rows(state[ERROR]).copy_(error)
+        write_split(piece, new, weight, state[ERROR], factors.threshold)
     else:
         old.copy_(new)
     for key, scale_key, (codes, scale) in zip(MOMENTS, SCALES, moments, strict=True):
         piece.rows(state[key]).copy_(codes)
         piece.scales(state[scale_key]).copy_(scale)
+
+
+def write_split(piece: Piece, number: Tensor, weight: Tensor, error: Tensor, threshold: int) -> None:
+    """Write new numbers of a piece into a bf16 weight and its further bits, both flat. Overwrites the numbers."""
+    upper, lower = companding.split(number, threshold)
+    piece.rows(weight).view(torch.int16).copy_(upper)
+    piece.rows(error).copy_(lower)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ from tightfit.runtime.internals.tensors import (
     is_fake,
     no_torch_dispatch,
     no_torch_function,
+    orthogonalised,
     tensor_without_memory,
     text_of_tensors_by,
 )
@@ -199,6 +200,7 @@ __all__ = [
     "nothing_is_watched",
     "operator_switches",
     "operators_with_kernel",
+    "orthogonalised",
     "process_group_exists",
     "process_groups_aside",
     "processor_has_amx",

@@ -1,7 +1,7 @@
 """Special tensors: fake ones, classes that dispatch themselves, ones without memory, and the text of tensors."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,15 @@ def fake_mode_is_active() -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if the elements fill the memory that they span, each exactly once."""
     return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+
+
+def orthogonalised(matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """The orthogonal matrix near a matrix (m x n), in bf16, by Newton and Schulz's iteration, as `torch.optim.Muon`
+    computes it with the settings of a group.
+    """
+    from torch.optim import _muon
+
+    return _muon._zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def tensor_without_memory(kind: type, like: torch.Tensor, strides: Sequence[int] | None = None) -> Any:

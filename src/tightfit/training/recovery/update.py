@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from tightfit.errors import RecoveryError
-from tightfit.optim import BF16AdamW, FlashAdamW, MuonWithAdamW, OffloadedAdamW
+from tightfit.optim import BF16AdamW, FlashAdamW, Muon8bit, MuonWithAdamW, OffloadedAdamW
 from tightfit.optim.in_backward import has_stepped, only, steps_in_backward
 from tightfit.optim.offloaded import MASTER
 from tightfit.runtime.operators import flat, instances, traits_of, written_arguments
@@ -36,6 +36,7 @@ FINISHABLE = (
     BF16AdamW,
     FlashAdamW,
     MuonWithAdamW,
+    Muon8bit,
 )
 # They put a state that they make in its place after the update: if it is there, the parameter is finished, and if it is
 # not, it is made again from the same gradient.
