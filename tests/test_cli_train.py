@@ -101,12 +101,14 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(config, monkeypatch, tmp_pa
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(ProgressReporter, "on_step", interrupt_after_one)
-    done = tightfit("train", config(memory={"budget": None}))
+    file = config(memory={"budget": None})
+    done = tightfit("train", file, f"output.folder={tmp_path}/a run", "--device", "cpu")
     assert done.code == 130
     assert "peak memory" in done.out
-    said = " ".join(done.out.split())
-    assert f"Stopped after 1 of 3 steps, and a checkpoint is kept. To go on: tightfit train {config()} --resume" in said
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["interrupted"]
+    lines = done.out.splitlines()
+    again = lines[lines.index("Stopped after 1 of 3 steps, and a checkpoint is kept. To go on:") + 1]
+    assert again == f"  tightfit train {file} 'output.folder={tmp_path}/a run' training.device=cpu --resume"
+    assert json.loads((tmp_path / "a run" / "result.json").read_text())["interrupted"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -8,7 +8,7 @@ import typer
 from tightfit.cli import options
 from tightfit.cli.asking import columns
 from tightfit.cli.ending import ends_in_order
-from tightfit.cli.training import outcome
+from tightfit.cli.training import outcome, resuming
 
 if TYPE_CHECKING:
     from tightfit.cli.progress import ProgressReporter
@@ -41,19 +41,13 @@ def distil(
         from tightfit.cli.progress import ProgressReporter
         from tightfit.models.compress.distilling import distil as run
 
-        reporter = ProgressReporter()
+        reporter, said = ProgressReporter(), options.on_device(overrides, device)
         try:
             with reporter:
-                found = run(
-                    config,
-                    options.on_device(overrides, device),
-                    reporter=reporter,
-                    store_only=store_only,
-                    resume=resume,
-                )
+                found = run(config, said, reporter=reporter, store_only=store_only, resume=resume)
         except BaseException:  # an interrupted training has an outcome too
             if reporter.result is not None and not as_json:
-                again = f"tightfit distil {config} --resume"
+                again = resuming("distil", config, said)
                 typer.echo(outcome(reporter.result, reporter.plan, columns(), again))
             raise
         if as_json:

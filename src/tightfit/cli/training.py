@@ -1,5 +1,7 @@
 """`train`: the whole road, with a progress bar and the outcome at the end."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,13 +50,18 @@ def train(
         if is_silent():
             run(config, options.on_device(overrides, device), resume=resume)
             return
-        reporter = ProgressReporter()
+        reporter, said = ProgressReporter(), options.on_device(overrides, device)
         try:
             with reporter:
-                run(config, options.on_device(overrides, device), reporter=reporter, resume=resume)
+                run(config, said, reporter=reporter, resume=resume)
         finally:  # an interrupted training has an outcome too
             if reporter.result is not None:
-                typer.echo(outcome(reporter.result, reporter.plan, columns(), f"tightfit train {config} --resume"))
+                typer.echo(outcome(reporter.result, reporter.plan, columns(), resuming("train", config, said)))
+
+
+def resuming(command: str, config: str, overrides: Sequence[str]) -> str:
+    """The line that goes on with a training. Without its overrides it would be another training."""
+    return shlex.join(("tightfit", command, config, *overrides, "--resume"))
 
 
 def outcome(result: "TrainResult", plan: "Plan | None", width: int, resuming: str = "") -> str:
@@ -64,25 +71,18 @@ def outcome(result: "TrainResult", plan: "Plan | None", width: int, resuming: st
     from tightfit.planner.report.terminal import rendered
 
     sample = ("", "A sample:", *(f"  {line}" for line in result.sample.splitlines())) if result.sample else ()
-    return rendered(
-        "",
-        figures(result, plan),
-        "",
-        *losses(result),
-        *sample,
-        *stopped(result, resuming),
-        "",
-        where(result),
-        width=width,
-    )
+    ran = rendered("", figures(result, plan), "", *losses(result), *sample, width=width)
+    return "\n".join((ran, *stopped(result, resuming), "", rendered(where(result), width=width)))
 
 
 def stopped(result: "TrainResult", resuming: str) -> tuple[str, ...]:
-    """The message about a training that a signal has ended."""
+    """The message about a training that a signal has ended. Its command is not broken into lines, so that it can be
+    copied.
+    """
     if not result.interrupted:
         return ()
     of = "" if result.max_steps is None else f" of {result.max_steps}"
-    return ("", f"Stopped after {result.steps}{of} steps, and a checkpoint is kept. To go on: {resuming}")
+    return "", f"Stopped after {result.steps}{of} steps, and a checkpoint is kept. To go on:", f"  {resuming}"
 
 
 def where(result: "TrainResult") -> str:
