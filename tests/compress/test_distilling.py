@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import weakref
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 import tightfit
 from command_line import tightfit as run_command
 from quick_trainings import leave_out_pictures
-from tightfit.errors import CannotFit, InputError
+from tightfit.errors import CannotFit, InputError, ModelError
 from tightfit.levers.micro_batch import split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.compress import distilling, store_writing
@@ -455,6 +456,25 @@ def test_the_command_writes_a_store_and_its_figures_and_says_one_line_of_a_mista
     assert "holds distributions of other data" in wrong.error
 
 
+def test_the_command_says_what_each_loss_is_and_which_side_is_the_teacher(tmp_path: Path, teacher: Path):
+    config = tmp_path / "distil.yaml"
+    raw = settings(tmp_path, teacher).model_dump(mode="json")
+    raw["data"]["validation_fraction"] = 0.2
+    config.write_text(dump_config(parse_config(raw)))
+    done = run_command("distil", config)
+    assert done.code == 0, done.error
+    said = " ".join(done.out.split())
+    assert "The loss of a step is the student's distance from the teacher" in said
+    assert re.search(r"On held-out text [\d.]+ \(perplexity ", said)
+    assert f"Before is the teacher ({teacher}), after the student" in said
+
+
+def test_a_teacher_that_is_not_there_is_said_before_anything_is_measured_or_read(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(distilling, "run_training", None)
+    with pytest.raises(ModelError, match="no such file or folder"):
+        tightfit.distil(settings(tmp_path, tmp_path / "nothing"))
+
+
 @pytest.mark.keeps("another-tokenizer-another-vocabulary")
 def test_a_softly_capped_head_is_refused_by_name(tmp_path: Path):
     class Capped(nn.Module):
@@ -494,6 +514,7 @@ def test_models_of_transformers_are_distilled_and_load_there(tmp_path: Path, tea
     assert result.report is not None
     assert result.report.after.parameters == sum(p.numel() for p in loaded.parameters())
     assert result.report.before.perplexity is not None
+    assert result.report.notes == (f"Before is the teacher ({tmp_path}/large), after the student ({tmp_path}/run).",)
     packed = ["data.packing=best_fit"]  # planned for a row with a boundary, and so a mask, which these rows need not
     offline = tightfit.distil(config, packed, store=tmp_path / "store", store_method="topk", hidden_weight=0.0)
     assert offline.training is not None

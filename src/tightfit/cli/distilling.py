@@ -58,7 +58,7 @@ def distil(
         if found.report is not None:
             from tightfit.models.compress.report import describe_report
 
-            typer.echo(describe_report(found.report, columns()))
+            typer.echo(f"\n{describe_report(found.report, columns())}")
 
 
 def described(result: "DistilResult", reporter: "ProgressReporter") -> str:
@@ -72,6 +72,7 @@ def described(result: "DistilResult", reporter: "ProgressReporter") -> str:
         lines.append(f"The teacher's weights took {format_bytes(result.teacher_bytes)} of each step's peak.")
     else:
         lines.append("The teacher took no memory during the steps.")
+    lines.append("The loss of a step is the student's distance from the teacher; held-out text has its cross-entropy.")
     return "\n".join((*lines, outcome(result.training, reporter.plan, columns())))
 
 

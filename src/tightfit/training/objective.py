@@ -30,6 +30,8 @@ class Objective(Protocol):
     micro-batches.
     """
 
+    is_cross_entropy: ClassVar[bool]  # of next tokens: its exponential is the perplexity
+
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor: ...
 
     def count(self, batch: Mapping[str, Any]) -> int:
@@ -51,6 +53,7 @@ class CausalLMLoss:
     """
 
     in_fp32: bool = False
+    is_cross_entropy: ClassVar[bool] = True
     reduction: ClassVar[str] = "sum"  # of micro-batches: their losses add up as they are
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

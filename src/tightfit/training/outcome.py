@@ -13,7 +13,7 @@ from tightfit.ops.weights.low_bit import count_weights
 from tightfit.training.config import Config
 from tightfit.training.fitting import Fit
 from tightfit.training.loop import StepHistory
-from tightfit.training.objective import CausalLMLoss, Objective
+from tightfit.training.objective import Objective
 from tightfit.training.result import TrainResult
 from tightfit.training.rollouts import UPDATE
 from tightfit.version import package_version
@@ -46,7 +46,7 @@ def result_of(
         first_loss=record.first_loss,
         last_loss=record.last_loss,
         validation_loss=validation,
-        perplexity=_exponential(validation) if validation is not None and isinstance(held_out, CausalLMLoss) else None,
+        perplexity=None if validation is None or not held_out.is_cross_entropy else _exponential(validation),
         tokens_per_second=record.tokens_per_second,
         predicted_step_seconds=fitted.planned.step_seconds,
         measured_step_seconds=record.step_seconds,

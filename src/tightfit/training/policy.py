@@ -53,6 +53,7 @@ class PolicyLoss:
     temperature: float = 1.0
     modules_beside: tuple[nn.Module, ...] = ()  # the reference, if it is a model of its own
 
+    is_cross_entropy: ClassVar[bool] = False
     reduction: ClassVar[str] = "sum"  # of micro-batches: their losses add up as they are
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

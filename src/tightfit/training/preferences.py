@@ -42,6 +42,7 @@ class PreferenceLoss:
 
     beta: float
 
+    is_cross_entropy: ClassVar[bool] = False
     reduction: ClassVar[str] = "sum"  # of micro-batches: their losses add up as they are
     rows_together: ClassVar[int] = ROWS
 

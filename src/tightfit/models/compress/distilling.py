@@ -67,8 +67,12 @@ class DistilResult:
         """
         if self.training is None:
             return None
+        student = Path(self.training.folder)
         before = Side() if self.teacher is None else self._side(self.teacher)
-        return CompressionReport("distil", before, self._side(Path(self.training.folder)))
+        sides = (
+            f"Before is the teacher ({self.teacher or 'which the store stands for'}), after the student ({student})."
+        )
+        return CompressionReport("distil", before, self._side(student), (sides,))
 
     def _side(self, folder: Path) -> Side:
         source = open_source(folder)
@@ -186,10 +190,9 @@ def distil(
     if store_only:
         distillation.cut = None  # a store needs no student
         return _store_alone(settings, distillation, reporter or SilentReporter())
+    teacher_at = distillation.folder  # a teacher that is not there is said before anything is measured or read
     found = run_training(settings, distillation, reporter=reporter, resume=resume)
-    return DistilResult(
-        found, distillation.figures, distillation.teacher_bytes, distillation.folder, distillation.held_out
-    )
+    return DistilResult(found, distillation.figures, distillation.teacher_bytes, teacher_at, distillation.held_out)
 
 
 def _resolved(config: str | Path | Config, overrides: Sequence[str]) -> Config:

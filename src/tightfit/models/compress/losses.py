@@ -22,6 +22,7 @@ PROJECTION = "distillation_projection"  # of the student's last hidden states, a
 class _OverHead:
     """A loss over the head's input, summed over tokens and divided by the valid tokens of the effective batch."""
 
+    is_cross_entropy: ClassVar[bool] = False
     reduction: ClassVar[str] = "sum"  # of micro-batches: their losses add up as they are
 
     def count(self, batch: Mapping[str, Any]) -> int:
@@ -114,6 +115,8 @@ class HeldOutLoss(_OverHead):
     """`loss(model, batch)`: the cross-entropy of next tokens, whatever the student minimises: its exponential is the
     perplexity. In chunks of the head, so that an evaluation needs no more memory than a training step.
     """
+
+    is_cross_entropy: ClassVar[bool] = True
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         inputs = {name: value for name, value in model_inputs(batch).items() if name not in _STORED}
