@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from command_line import mistake, tightfit
+from tightfit.cli import maximising
 from tightfit.cli.asking import maximised_with
 from tightfit.cli.question import Question
 
@@ -133,6 +134,12 @@ def test_micro_batches_are_counted_by_the_plan(config):
 )
 def test_what_makes_no_sense_is_one_line(config, arguments, said):
     assert said in mistake("plan", config, *arguments)
+
+
+def test_a_value_that_is_not_known_is_refused_before_a_model_is_built(monkeypatch):
+    monkeypatch.setattr(maximising, "subject_of", None)
+    said = mistake("plan", "--model", "llama-3.1-8b", "--maximise", "seq_len", "--budget", "6GB")
+    assert "'seq_len' is not known: choose one of sequence_length" in said
 
 
 @pytest.mark.slow  # a search; tests/planner/test_maximise.py asks for less

@@ -1,7 +1,7 @@
 """`plan --maximise`: the largest batch, sequence or model for a budget, and the question with it put in."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,8 +40,10 @@ def maximised(
 
     Raises `InputError`, `BudgetError`, `CannotFit`.
     """
+    if what not in DIMENSIONS:
+        raise InputError(f"--maximise {what!r} is not known: choose one of {', '.join(DIMENSIONS)}")
     first = subject_of(question, dry=True)
-    dimension = _dimension(question, what, first)
+    dimension = DIMENSIONS[what](question, first)
     latest = [first]
 
     def case(value: int) -> tuple[nn.Module, Batch]:
@@ -65,17 +67,6 @@ def maximised(
             raise
     found = replace(found, plan=replace(found.plan, optimizer=first.optimizer))
     return dimension.put(found.value), found, first.asked.levers_named
-
-
-def _dimension(question: Question, what: str, subject: Subject) -> MaximisedValue:
-    dimensions: dict[str, Callable[[Question, Subject], MaximisedValue]] = {
-        "sequence_length": _sequence_length,
-        "batch_size": _batch_size,
-        "hidden_size": _hidden_size,
-    }
-    if what not in dimensions:
-        raise InputError(f"--maximise {what!r} is not known: choose one of {', '.join(dimensions)}")
-    return dimensions[what](question, subject)
 
 
 def _batch_size(question: Question, subject: Subject) -> MaximisedValue:
@@ -105,6 +96,13 @@ def _hidden_size(question: Question, subject: Subject) -> MaximisedValue:
         )
     heads = 1 if decoder.head_dim is not None else 2 * decoder.num_heads  # a head has pairs to rotate
     return MaximisedValue(lambda n: replace(question, shape={"hidden_size": n}), math.lcm(WIDTH, heads))
+
+
+DIMENSIONS: Mapping[str, Callable[[Question, Subject], MaximisedValue]] = {
+    "sequence_length": _sequence_length,
+    "batch_size": _batch_size,
+    "hidden_size": _hidden_size,
+}
 
 
 def _decoder(question: Question) -> DecoderConfig | None:
