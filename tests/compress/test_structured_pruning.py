@@ -1,5 +1,8 @@
 """Whole parts taken out of a model: what stays computes what it did, and a training step takes what was predicted."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from tiny_sources import IDS, KINDS, loaded, logits, tiny_folder, tiny_model
@@ -123,6 +126,15 @@ def test_scores_by_gradient_are_the_loss_that_a_removal_costs_to_first_order():
     assert scores.groups[2][2].item() == pytest.approx(abs(slope), rel=0.02)
 
 
+def test_parts_ranked_without_a_text_are_said_to_be(tmp_path):
+    source = tiny_folder(tmp_path / "model", tiny_model("llama"))
+    command = [sys.executable, "-m", "tightfit", "prune", source, "--ffn", "0.25", "--output", tmp_path / "out"]
+    done = subprocess.run([*command, "--seq-len", "16"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--calibration FILE ranks parts by what they do on a text" in " ".join(done.stdout.split())
+    assert done.stderr == "", "bars of transformers are no lines of a log"
+
+
 SLOW = pytest.mark.slow  # the same road with another model and a text
 
 
@@ -151,6 +163,7 @@ def test_a_pruned_folder_loads_with_equal_logits_and_steps_in_the_predicted_memo
     assert after.step_peak_bytes < before.step_peak_bytes
     assert after.inference_peak_bytes == pytest.approx(after.measured_inference_peak_bytes, rel=1e-3)
     assert after.perplexity > 0
+    assert not any("--calibration" in note for note in report.notes)
 
 
 @pytest.mark.slow  # each part by itself, and each kind of model: a minute of dry runs and of real steps

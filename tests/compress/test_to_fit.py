@@ -11,6 +11,7 @@ from tightfit.models.compress.pruning import fitting, pipeline
 from tightfit.models.compress.pruning.anatomy import Anatomy, Ratios, Removal
 from tightfit.models.compress.pruning.fitting import Goal, first_that_fits, fitting_removal, removals_up_to
 from tightfit.models.compress.pruning.pipeline import prune
+from tightfit.recipes.table import describe_ways_out
 from tightfit.step import TokenBatch
 from tiny import allocator_peak
 
@@ -80,6 +81,7 @@ def test_a_refused_step_has_ways_out(tmp_path):
         prune(source, to_fit="0.45x", seq_len=32, batch_size=4, ffn=0.25, output=tmp_path / "out")
     assert caught.value.least_bytes > 0
     assert caught.value.ways_out
+    assert "--" not in describe_ways_out(caught.value.ways_out, taken_by=caught.value.refusal.taken_by)
 
 
 @pytest.mark.slow  # a second road through the same search

@@ -30,7 +30,7 @@ def test_the_overrides_of_a_way_out_train_within_the_budget(refused):
     exact = next(way for way in ways if way.overrides and way.kind in ("exact", "rounding"))
     result = train(config, shlex.split(exact.overrides))
     assert result.measured_peak_bytes <= 1000 * 1024
-    shown = describe_ways_out(error.ways_out, in_config=True)
+    shown = describe_ways_out(error.ways_out, taken_by="overrides")
     assert f"1. {ways[0].overrides}" in shown
     assert "--" not in shown
 

@@ -164,5 +164,5 @@ def show_ways_out(error: CannotFit) -> None:
     with Waiting() as waiting:
         waiting("looking for ways out")
         found: Any = error.ways_out  # `errors` stands above the room that finds them, and cannot name their type
-    if text := describe_ways_out(found, columns(), in_config=error.refusal.in_config):
+    if text := describe_ways_out(found, columns(), taken_by=error.refusal.taken_by):
         typer.echo(f"\n{text}", err=True)

@@ -1,7 +1,9 @@
 """The entry point of `tightfit`. Ctrl-C ends it with one exit code and without a traceback, whenever it comes."""
 
 import gc
+import os
 import signal
+import sys
 from types import FrameType
 
 from tightfit.cli.ending import INTERRUPTED, cancel_compilations
@@ -9,6 +11,8 @@ from tightfit.cli.ending import INTERRUPTED, cancel_compilations
 
 def command() -> None:
     """The command that a shell runs: `main`, and the end of the process."""
+    if not sys.stderr.isatty():  # bars of transformers and of the hub would be lines of a log
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         main()
     except SystemExit as ended:

@@ -86,18 +86,16 @@ def _levers(outcome: Outcome) -> str:
     return f"; levers {', '.join(NAMES.get(name, name) for name in outcome.levers)}" if outcome.levers else ""
 
 
-def describe_ways_out(found: WaysOut, width: int = WIDTH, *, in_config: bool = False) -> str:
-    """The first few ways that fit, with the options that take them; or a sentence that nothing does. Notes say what was
-    not tried, and why.
-
-    With `in_config`, overrides of a configuration stand in the place of options.
+def describe_ways_out(found: WaysOut, width: int = WIDTH, *, taken_by: str = "options") -> str:
+    """The first few ways that fit, with what takes them; or a sentence that nothing does. Notes say what was not tried,
+    and why. `taken_by` is that of `Refusal`.
     """
     shown = found.fitting[:SHOWN_WAYS]
     parts: list[Table | str] = [found.sentence] if found.sentence else []
     if shown:
         parts += ["", ways_table(shown, width)]
     sections = [rendered(*parts, width=width)] if parts else []
-    taking = [way.overrides if in_config else way.flags for way in shown]
+    taking = [{"options": way.flags, "overrides": way.overrides}.get(taken_by, "") for way in shown]
     if any(taking):
         sections.append("\n".join(f"{number}. {line}" for number, line in enumerate(taking, 1) if line))
     if found.notes:

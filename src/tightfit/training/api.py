@@ -116,7 +116,7 @@ def _tell_in_keys(error: CannotFit, settings: Config) -> None:
         pretrained = model if isinstance(model, PretrainedModel) else None
         error.refusal = replace(
             error.refusal,
-            in_config=True,
+            taken_by="overrides",
             may_convert=pretrained is not None,
             may_adapt=pretrained is not None and not pretrained.random_init,
         )

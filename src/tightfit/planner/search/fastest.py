@@ -9,6 +9,7 @@ that trace exceeds the budget, the search lowers the bound by the excess and sol
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tightfit.errors import CannotFit
 from tightfit.planner.levers import Combination, MicroBatches, Offload, Recompute, Role, lever_types
@@ -32,14 +33,15 @@ MOST_OPERATORS = 6000  # of a step: a longer one is priced for longer than the i
 class Refusal:
     """The search of the plan that was refused, with its request and the traces that were made.
 
-    `recipes_tried` says that other recipes were tried already, so only another device is left. `in_config` says that
-    a configuration asked, so that a way out is a change of its keys. It may have no key for the dtype of the weights
-    (`may_convert`), and nothing to adapt (`may_adapt`).
+    `recipes_tried` says that other recipes were tried already, so only another device is left. `taken_by` says how a
+    way out is taken: by options of the command, by overrides of the configuration that asked, or by nothing that the
+    command has. A configuration may have no key for the dtype of the weights (`may_convert`), and nothing to adapt
+    (`may_adapt`).
     """
 
     search: Search
     recipes_tried: bool = False
-    in_config: bool = False
+    taken_by: Literal["options", "overrides", "nothing"] = "options"
     may_convert: bool = True
     may_adapt: bool = True
 

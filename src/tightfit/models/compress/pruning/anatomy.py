@@ -121,8 +121,8 @@ class Removal:
             f"{self.layers} of {anatomy.layers} layers" if self.layers else "",
             f"{self.ffn} of {anatomy.ffn} channels of each MLP" if self.ffn else "",
             f"{self.expert_ffn} of {anatomy.expert_ffn} channels of each expert" if self.expert_ffn else "",
-            f"{self.groups} of {anatomy.groups} key and value heads of each layer, with {anatomy.queries} query heads "
-            "each"
+            f"{self.groups} of {anatomy.groups} key and value heads of each layer, with {anatomy.queries} query "
+            f"head{'' if anatomy.queries == 1 else 's'} each"
             if self.groups
             else "",
             f"{self.hidden} of {anatomy.hidden} hidden channels" if self.hidden else "",

@@ -160,7 +160,8 @@ def _refused(config: Any, dtype: torch.dtype, goal: Goal, budget: int, least: in
         try:
             plan(dry_model(config, dtype).train(), batch, budget, device=goal.where, levers=[])
         except CannotFit as error:
-            refusal = error.refusal
+            # They are ways to train the smallest shape, of which nothing is written: no option of `prune` takes them.
+            refusal = error.refusal and replace(error.refusal, taken_by="nothing")
     return CannotFit(
         f"{goal.in_words()} does not fit {format_bytes(budget)}: with the most that may be taken out it needs "
         f"{format_bytes(least)}: raise the shares, name --width too, raise the budget, or lower "

@@ -28,6 +28,10 @@ NO_MEMORY_SAVED = (
     "Masks save no memory: zeros take as many bytes as other numbers, and `tightfit train` holds a byte a weight more."
 )
 
+WITHOUT_A_TEXT = (
+    "Small weights may write large numbers: --calibration FILE ranks parts by what they do on a text, and --text FILE "
+    "shows the perplexity before and after."
+)
 AS_MISTRAL = (
     "Written as a Mistral without a window, which computes the same: transformers loads no Llama whose query heads do "
     "not divide its hidden channels."
@@ -188,6 +192,7 @@ class _Job:
             kept = kept_parts(scores_of(model, anatomy, self.by, rows), anatomy, removal)
             model = sliced(model, anatomy, removal, kept)
             notes.append(f"Taken out, ranked by {self.by}: {removal.in_words(anatomy)}.")
+            notes += [WITHOUT_A_TEXT] if rows is None and held_out is None else []
             if model.config.model_type != anatomy.model_type:
                 notes.append(AS_MISTRAL)
         beside: dict[str, bytes] = {}
