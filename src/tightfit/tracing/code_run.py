@@ -6,7 +6,7 @@ forward.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,28 +27,22 @@ from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.operators import Traits
 from tightfit.runtime.outside import outside_training
 from tightfit.runtime.simulation import simulation
-from tightfit.tracing.compiled_code import compiled_code_simulated
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
-from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
 from tightfit.tracing.cuda.products import takes_workspace
 from tightfit.tracing.cuda.replay import as_allocated
 from tightfit.tracing.dry_run import DryRun
-from tightfit.tracing.faults import faults
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Answers
-from tightfit.tracing.random_states import random_states_counted
 from tightfit.tracing.reached import Reached
-from tightfit.tracing.reading import reads_answered
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import OperatorCost, no_cost
 from tightfit.tracing.repeated import label_states
 from tightfit.tracing.restore import Contents, generators_restored
 from tightfit.tracing.shapes import TensorShape
-from tightfit.tracing.step import filling_off, record
-from tightfit.tracing.streams import moves_simulated
+from tightfit.tracing.step import operators_simulated, record, running_dry
 from tightfit.tracing.twin import memory_given
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
@@ -170,11 +164,9 @@ def code_run_dry(
     ):
         tracker.paths = {id(module): path for path, module in modules.items()}
         dry = CodeRun(ledger, tracker, cost, role, answers)
-        tracker.clock = lambda: len(dry.operators)
         dry.parameters = {**dict.fromkeys(owned, ""), **parameters}
         dry.optimizers = reached.optimizers
-        simulation.is_dry = True
-        try:
+        with running_dry(dry):
             _announce(dry, parameters, buffers, plain)
             for optimizer in reached.optimizers:
                 for _, _, state in named_states(optimizer):
@@ -183,23 +175,8 @@ def code_run_dry(
             for tensor in (*owned, *reached.tensors):
                 for part in memory_of(tensor):
                     ledger.announce(part, Category.INPUT, known=not is_unbacked(part))
-            with (
-                nullcontext() if role is None else role.simulated(),
-                FLASH_LOOKUP.active(),
-                _steps_followed(dry),
-                dry,
-                faults.raised(),
-                filling_off(),
-                reads_answered(dry),
-                random_states_counted(dry),
-                moves_simulated(dry),
-                compiled_code_simulated(dry),
-            ):
+            with operators_simulated(dry, role), _steps_followed(dry):
                 yield dry
-        finally:
-            simulation.is_dry = False
-            dry.restore()
-            ledger.close()
 
 
 def _module_tensors(modules: dict[str, nn.Module]) -> tuple[dict[Tensor, str], dict[Tensor, str], list[Tensor]]:

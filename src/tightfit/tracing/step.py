@@ -343,10 +343,7 @@ def _dry(
             executor,
             answers_of(model),
         )
-        modules.clock = lambda: len(dry.operators)
-        simulation.is_dry = True
-        try:
-            restored.enter_context(faults.raised())
+        with running_dry(dry):
             for module in beside:
                 restored.enter_context(everything_restored(module))
             announce(ledger, lasting, batch, plain)
@@ -359,25 +356,43 @@ def _dry(
             dry.lasting = Lasting(attributes, [t for t in everything if not t.requires_grad])
             for module in beside:
                 announce(ledger, module, [], plain_tensors(module))
-            simulated_card = nullcontext() if role is None else role.simulated()
             with (
-                simulated_card,
-                FLASH_LOOKUP.active(),
-                dry,
-                filling_off(),
+                operators_simulated(dry, role, model),
                 _watching_saves(ledger),
-                reads_answered(dry),
-                random_states_counted(dry),
-                moves_simulated(dry, model),
-                compiled_code_simulated(dry),
                 nullcontext() if rank is None else resizes_followed(dry),
                 nullcontext() if rank is None else rank.simulated(),
             ):
                 yield dry
+
+
+@contextmanager
+def running_dry(dry: DryRun) -> Iterator[None]:
+    """A context in which this process runs dry. The memory that was written for real is as before at its end."""
+    dry.modules.clock = lambda: len(dry.operators)
+    with faults.raised():
+        simulation.is_dry = True
+        try:
+            yield
         finally:
             simulation.is_dry = False
             dry.restore()
-            ledger.close()
+            dry.ledger.close()
+
+
+@contextmanager
+def operators_simulated(dry: DryRun, role: CudaRole | None, model: nn.Module | None = None) -> Iterator[None]:
+    """A context in which the dry run answers all operators, in the place of a card and of the levers' own work too."""
+    with (
+        nullcontext() if role is None else role.simulated(),
+        FLASH_LOOKUP.active(),
+        dry,
+        filling_off(),
+        reads_answered(dry),
+        random_states_counted(dry),
+        moves_simulated(dry, model),
+        compiled_code_simulated(dry),
+    ):
+        yield
 
 
 def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
