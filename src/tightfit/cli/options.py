@@ -41,36 +41,6 @@ def on_device(overrides: list[str] | None, device: str | None) -> tuple[str, ...
     return (*(overrides or ()), *(() if device is None else (f"training.device={device}",)))
 
 
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Instead of CONFIG: a Hugging Face folder, config.json or hub name, a run's folder, a YAML, a published "
-        "model (llama-3.1-8b, 'Qwen 2.5 72B', gpt-oss-20b, whisper-small, ...), a preset (cpu8, cpu26, mm26, mm104, "
-        "lite-moe, 1b), or module:function that returns a module, or a module and a batch.",
-        rich_help_panel=THE_MODEL,
-    ),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=1, help="Sequences in a batch, all micro-batches together (else 1).", rich_help_panel=THE_STEP
-    ),
-]
-SeqLen = Annotated[
-    int | None,
-    typer.Option(metavar="TOKENS", min=1, help="Tokens in a sequence (else 1024).", rich_help_panel=THE_STEP),
-]
-Image = Annotated[
-    int | None,
-    typer.Option(
-        metavar="PIXELS",
-        min=1,
-        help="Height and width of the images of a diffusion model (else those it was made for); --seq-len is then the "
-        "text's.",
-        rich_help_panel=THE_STEP,
-    ),
-]
 Phase = Annotated[
     str | None,
     typer.Option(
@@ -78,72 +48,6 @@ Phase = Annotated[
         help="Of training a diffusion model by name: cache (VAE and text encoders run), train, sample, or all, with "
         "VAE and text encoders resident, offloaded or gone.",
         rich_help_panel=THE_STEP,
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="fp32, or autocast to bf16 or fp16 (else fp32).", rich_help_panel=THE_STEP),
-]
-Optimizer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)} (else adamw); offloaded_adamw:0.5 for half of the states; module:Class for any "
-        "other one.",
-        rich_help_panel=THE_STEP,
-    ),
-]
-OptimizerArgs = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY=VALUE,...",
-        help="Arguments of the class that --optimizer names: lr=0.001,betas=(0.9,0.99).",
-        rich_help_panel=THE_STEP,
-    ),
-]
-
-
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Dtype of the weights: fp32, bf16, or auto for that of the checkpoint (else CONFIG's, or fp32).",
-        rich_help_panel=THE_MODEL,
-    ),
-]
-Adapter = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY=VALUE,...",
-        help="Train low-rank adapters (LoRA) alone: keys of model.adapter with commas "
-        "between, such as r=16,alpha=32 or target_modules=q_proj+v_proj; or default; or FILE.json with any PeftConfig.",
-        rich_help_panel=THE_MODEL,
-    ),
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"How the frozen weights below adapters are held: {', '.join(BASES)} (else fp32).",
-        rich_help_panel=THE_MODEL,
-    ),
-]
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"{', '.join(ATTENTIONS)}, of models of transformers (else its own choice); {OF_THE_DECODER}, of the "
-        "reference decoder.",
-        rich_help_panel=THE_MODEL,
-    ),
-]
-StepInBackward = Annotated[
-    bool | None,
-    typer.Option(
-        "--step-in-backward",
-        help="Update each weight once its gradient is ready, and free the gradient: without clipping and fp16.",
-        rich_help_panel=THE_STEP,
-        show_default=False,
     ),
 ]
 
@@ -157,71 +61,6 @@ def count_or_auto(text: str) -> Any:
     return int(text)
 
 
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        parser=count_or_auto,
-        help="Micro-batches whose gradients accumulate (else 1); auto: as few as fit the budget.",
-        rich_help_panel=THE_STEP,
-    ),
-]
-GradClip = Annotated[
-    float | None,
-    typer.Option(metavar="NORM", help="Clip all gradients together to this norm (else not).", rich_help_panel=THE_STEP),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="cpu, cuda, a card such as rtx4090 (else the one present), or figures of your own: rtx3080,memory=8GiB; "
-        "`devices --help` says which.",
-        rich_help_panel=THE_STEP,
-    ),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BYTES",
-        help="Peak memory of a step: 22GiB, 24GB, 80% (of the device), 0.5x (of the plain peak).",
-        rich_help_panel=THE_BUDGET,
-    ),
-]
-HostBudget = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BYTES",
-        help="Most of the host's memory that the training may take, the process included: 32GiB (else no limit).",
-        rich_help_panel=THE_BUDGET,
-    ),
-]
-Host = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="The machine of the card: desktop, workstation, server, or memory=64GiB,bandwidth=80GB/s, or both with "
-        "commas between. Its memory is the --host-budget, where none is given.",
-        rich_help_panel=THE_STEP,
-    ),
-]
-Levers = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAMES",
-        help="What a plan may use, with commas between: exact (bit-equal), rounding (also equal to rounding), "
-        f"{', '.join(kind.name for kind in lever_types())} (else CONFIG's; with --model "
-        f"{LEVERS} for fit and --maximise, and exact otherwise).",
-        rich_help_panel=THE_BUDGET,
-    ),
-]
-Blocks = Annotated[
-    str | None,
-    typer.Option(
-        metavar="GLOB",
-        help="Module paths of the repeated blocks, such as 'layers.*' (else found by themselves).",
-        rich_help_panel=THE_BUDGET,
-    ),
-]
 Json = Annotated[
     bool,
     typer.Option("--json", help="Write JSON to stdout, with the field names of Python.", rich_help_panel=THE_ANSWER),
@@ -285,28 +124,6 @@ NewTokens = Annotated[
         rich_help_panel=THE_STEP,
     ),
 ]
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Ranks that train together, each with a --device; the batch is that of one rank (else one process).",
-        rich_help_panel=THE_STEP,
-    ),
-]
-Nodes = Annotated[
-    int | None,
-    typer.Option(metavar="M", help="Machines that the ranks are spread over (else 1).", rich_help_panel=THE_STEP),
-]
-Parallel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="How the ranks are joined: fsdp2 (each repeated block sharded, then the rest), ddp, tp (tensor "
-        "parallel, one batch for all ranks), or cp (context parallel: fsdp2 with one batch, whose sequences the blocks "
-        "share) (else fsdp2).",
-        rich_help_panel=THE_STEP,
-    ),
-]
 
 # Of the commands that read or go on with a run, or run a script.
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
@@ -337,29 +154,124 @@ ReportPng = Annotated[
     ),
 ]
 
+
+def _option(
+    metavar: str | None, text: str, kind: Any = str, panel: str = THE_STEP, flags: Any = (), **more: Any
+) -> Any:
+    """An option of a question, which is None where it is not given."""
+    annotated: Any = Annotated  # for type checkers, which want to read each annotation
+    return annotated[kind | None, typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel, **more)]
+
+
 # By the names that they have in a `Question`.
 OF_A_STEP: dict[str, Any] = {
     "config": Config,
     "overrides": Overrides,
-    "model": Model,
-    "dtype": Dtype,
-    "adapter": Adapter,
-    "base": Base,
-    "attention": Attention,
-    "batch_size": BatchSize,
-    "seq_len": SeqLen,
-    "image": Image,
-    "precision": Precision,
-    "optimizer": Optimizer,
-    "optimizer_args": OptimizerArgs,
-    "step_in_backward": StepInBackward,
-    "micro_batches": MicroBatches,
-    "grad_clip": GradClip,
-    "device": Device,
-    "host": Host,
+    "model": _option(
+        "MODEL",
+        "Instead of CONFIG: a Hugging Face folder, config.json or hub name, a run's folder, a YAML, a published "
+        "model (llama-3.1-8b, 'Qwen 2.5 72B', gpt-oss-20b, whisper-small, ...), a preset (cpu8, cpu26, mm26, mm104, "
+        "lite-moe, 1b), or module:function that returns a module, or a module and a batch.",
+        panel=THE_MODEL,
+    ),
+    "dtype": _option(
+        "NAME",
+        "Dtype of the weights: fp32, bf16, or auto for that of the checkpoint (else CONFIG's, or fp32).",
+        panel=THE_MODEL,
+    ),
+    "adapter": _option(
+        "KEY=VALUE,...",
+        "Train low-rank adapters (LoRA) alone: keys of model.adapter with commas "
+        "between, such as r=16,alpha=32 or target_modules=q_proj+v_proj; or default; or FILE.json with any PeftConfig.",
+        panel=THE_MODEL,
+    ),
+    "base": _option(
+        "NAME", f"How the frozen weights below adapters are held: {', '.join(BASES)} (else fp32).", panel=THE_MODEL
+    ),
+    "attention": _option(
+        "NAME",
+        f"{', '.join(ATTENTIONS)}, of models of transformers (else its own choice); {OF_THE_DECODER}, of the "
+        "reference decoder.",
+        panel=THE_MODEL,
+    ),
+    "batch_size": _option("N", "Sequences in a batch, all micro-batches together (else 1).", kind=int, min=1),
+    "seq_len": _option("TOKENS", "Tokens in a sequence (else 1024).", kind=int, min=1),
+    "image": _option(
+        "PIXELS",
+        "Height and width of the images of a diffusion model (else those it was made for); --seq-len is then the "
+        "text's.",
+        kind=int,
+        min=1,
+    ),
+    "precision": _option("NAME", "fp32, or autocast to bf16 or fp16 (else fp32)."),
+    "optimizer": _option(
+        "NAME",
+        f"{', '.join(OPTIMIZERS)} (else adamw); offloaded_adamw:0.5 for half of the states; module:Class for any "
+        "other one.",
+    ),
+    "optimizer_args": _option(
+        "KEY=VALUE,...", "Arguments of the class that --optimizer names: lr=0.001,betas=(0.9,0.99)."
+    ),
+    "step_in_backward": _option(
+        None,
+        "Update each weight once its gradient is ready, and free the gradient: without clipping and fp16.",
+        kind=bool,
+        flags=("--step-in-backward",),
+        show_default=False,
+    ),
+    "micro_batches": _option(
+        "N",
+        "Micro-batches whose gradients accumulate (else 1); auto: as few as fit the budget.",
+        kind=int,
+        parser=count_or_auto,
+    ),
+    "grad_clip": _option("NORM", "Clip all gradients together to this norm (else not).", kind=float),
+    "device": _option(
+        "NAME",
+        "cpu, cuda, a card such as rtx4090 (else the one present), or figures of your own: rtx3080,memory=8GiB; "
+        "`devices --help` says which.",
+    ),
+    "host": _option(
+        "NAME",
+        "The machine of the card: desktop, workstation, server, or memory=64GiB,bandwidth=80GB/s, or both with "
+        "commas between. Its memory is the --host-budget, where none is given.",
+    ),
 }
-OF_RANKS: dict[str, Any] = {"world_size": WorldSize, "nodes": Nodes, "parallel": Parallel}
-OF_A_PLAN = {**OF_A_STEP, "budget": Budget, "host_budget": HostBudget, "levers": Levers, "blocks": Blocks}
+OF_RANKS: dict[str, Any] = {
+    "world_size": _option(
+        "N",
+        "Ranks that train together, each with a --device; the batch is that of one rank (else one process).",
+        kind=int,
+    ),
+    "nodes": _option("M", "Machines that the ranks are spread over (else 1).", kind=int),
+    "parallel": _option(
+        "NAME",
+        "How the ranks are joined: fsdp2 (each repeated block sharded, then the rest), ddp, tp (tensor "
+        "parallel, one batch for all ranks), or cp (context parallel: fsdp2 with one batch, whose sequences the blocks "
+        "share) (else fsdp2).",
+    ),
+}
+OF_A_PLAN: dict[str, Any] = {
+    **OF_A_STEP,
+    "budget": _option(
+        "BYTES", "Peak memory of a step: 22GiB, 24GB, 80% (of the device), 0.5x (of the plain peak).", panel=THE_BUDGET
+    ),
+    "host_budget": _option(
+        "BYTES",
+        "Most of the host's memory that the training may take, the process included: 32GiB (else no limit).",
+        panel=THE_BUDGET,
+    ),
+    "levers": _option(
+        "NAMES",
+        "What a plan may use, with commas between: exact (bit-equal), rounding (also equal to rounding), "
+        f"{', '.join(kind.name for kind in lever_types())} (else CONFIG's; with --model "
+        f"{LEVERS} for fit and --maximise, and exact otherwise).",
+        panel=THE_BUDGET,
+    ),
+    "blocks": _option(
+        "GLOB", "Module paths of the repeated blocks, such as 'layers.*' (else found by themselves).", panel=THE_BUDGET
+    ),
+}
 
 
 def asking(shared: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
