@@ -27,9 +27,9 @@ if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot foll
     from tightfit.planner.plans import Plan
     from tightfit.planner.search.largest import Largest, maximise
     from tightfit.recipes.api import fit
+    from tightfit.recipes.doctor.describe import Diagnosis
     from tightfit.recipes.doctor.diagnosing import diagnose
-    from tightfit.recipes.doctor.diagnosis import Diagnosis
-    from tightfit.recipes.listed import Recipes
+    from tightfit.recipes.table import Recipes
     from tightfit.step import Step, TokenBatch
     from tightfit.tracing.build import build_dry
     from tightfit.training.api import train
@@ -46,12 +46,12 @@ _HOMES: dict[str, str] = {
     "ChoiceScores": "tightfit.training.multiple_choice.scoring",
     "CompressionReport": "tightfit.models.compress.report",
     "Curve": "tightfit.planner.curves",
-    "Diagnosis": "tightfit.recipes.doctor.diagnosis",
+    "Diagnosis": "tightfit.recipes.doctor.describe",
     "DistilResult": "tightfit.models.compress.distilling",
     "Estimate": "tightfit.planner.estimates",
     "Largest": "tightfit.planner.search.largest",
     "Plan": "tightfit.planner.plans",
-    "Recipes": "tightfit.recipes.listed",
+    "Recipes": "tightfit.recipes.table",
     "Step": "tightfit.step",
     "TextScore": "tightfit.models.scoring",
     "TokenBatch": "tightfit.step",

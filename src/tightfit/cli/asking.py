@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tightfit import Plan
     from tightfit.cli.subject import Subject
     from tightfit.models.compress.report import CompressionReport
+    from tightfit.models.diffusion_parts import PhaseEstimates
 
 NARROWEST, WIDEST = 60, 120  # columns of a table
 
@@ -73,11 +74,54 @@ def estimate(
 def show_phases(question: Question, phase: str, as_json: bool) -> None:
     """Answer `estimate --phase`."""
     with seldom_collecting(), Waiting() as waiting:
-        from tightfit.cli.phases import described, phases_of
-
         waiting("running the phases dry")
         found = phases_of(question, phase)
-    show(found.to_dict() if as_json else described(found, columns()))
+    show(found.to_dict() if as_json else described_phases(found, columns()))
+
+
+def phases_of(question: Question, phase: str) -> "PhaseEstimates":
+    """The phases that a question is about. Raises `InputError` for an unknown one, or another model."""
+    from tightfit.cli.subject import subject_of
+    from tightfit.models.diffusion_parts import PHASES, estimate_phases, parts_of
+    from tightfit.models.published import find_published
+
+    if phase not in (*PHASES, "all"):
+        raise InputError(f"--phase {phase}: known are {', '.join(PHASES)}, and all")
+    name = question.model or ""
+    parts = parts_of(find_published(name) if name else None, name or "a CONFIG")
+    subject = subject_of(question, dry=True)
+    batch = subject.batch
+    assert isinstance(batch, dict), "a denoiser has a batch by names"
+    return estimate_phases(
+        subject.model,
+        batch,
+        parts,
+        subject.estimate(),
+        phases=PHASES if phase == "all" else (phase,),
+        precision=subject.asked.step.precision,
+        device=subject.asked.step.device,
+    )
+
+
+def described_phases(found: "PhaseEstimates", width: int) -> str:
+    """One table of the phases."""
+    from tightfit.planner.report.terminal import rendered, table_of
+    from tightfit.units import format_bytes
+
+    table = table_of("phase", "VAE and text encoders", "peak", "of the device", texts=("VAE and text encoders",))
+    for row in found.rows:
+        share = f"{row.peak_bytes / found.device_bytes:.1%}{'' if row.fits else ', does not fit'}"
+        table.add_row(row.phase, row.parts, format_bytes(row.peak_bytes), share)
+    texts = " + ".join(map(format_bytes, found.encoder_bytes))
+    return rendered(
+        f"VAE {format_bytes(found.vae_bytes)}, text encoders {texts}, {found.device}.",
+        "",
+        table,
+        "",
+        "resident: on the device all the time, encoding in each step; offloaded: on the host but for the one that "
+        "runs; gone: what they make is cached, and sampling keeps the VAE.",
+        width=width,
+    )
 
 
 def show_inference(question: Question, new_tokens: int | None, as_json: bool, png: Path | None) -> None:

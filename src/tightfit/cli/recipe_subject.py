@@ -22,8 +22,8 @@ from tightfit.planner.search.search import Search
 from tightfit.recipes.api import recipes_of
 from tightfit.recipes.batches import token_count
 from tightfit.recipes.choices import Wanted
-from tightfit.recipes.listed import Recipes
 from tightfit.recipes.records import Outcome, Recipe
+from tightfit.recipes.table import Recipes
 from tightfit.recipes.variants import Models, OptimizerOf, optimizer_of, with_recipe
 from tightfit.recipes.written import YAML, WrittenSections, model_section, next_steps, written
 from tightfit.step import Optimizer

@@ -16,8 +16,8 @@ from tightfit.errors import CannotFit, InputError
 
 if TYPE_CHECKING:
     from tightfit.cli.subject import Subject
-    from tightfit.recipes.listed import Recipes
     from tightfit.recipes.records import Outcome
+    from tightfit.recipes.table import Recipes
 
 THE_RECIPES = "The recipes"
 

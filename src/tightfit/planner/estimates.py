@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.devices.spec import DeviceSpec
-from tightfit.ops.weights.base import frozen_base
-from tightfit.ops.weights.low_bit import count_weights
+from tightfit.ops.weights.low_bit import count_weights, frozen_base
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.step_figures import dtypes_of, step_figures

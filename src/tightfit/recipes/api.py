@@ -19,12 +19,12 @@ from tightfit.planner.request import Request
 from tightfit.ranks.world import world_of
 from tightfit.recipes.choices import ADAPTER, Wanted, install_line, not_installed, recipes_for
 from tightfit.recipes.leaving_out import LeftOut, in_words
-from tightfit.recipes.listed import Recipes
 from tightfit.recipes.of_ranks import outcomes_of_ranks, recipes_of_ranks
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import Autocast, Dtype, Outcome, Recipe
 from tightfit.recipes.search import RecipeSearch, budget_of_recipes
 from tightfit.recipes.shares import Row, Shares
+from tightfit.recipes.table import Recipes
 from tightfit.recipes.variants import OptimizerOf, optimizer_of
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, TokenBatch

@@ -1,6 +1,8 @@
 """Recipes, and ways out of a refusal, as tables for a terminal."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -112,3 +114,14 @@ def ways_table(ways: tuple[WayOut, ...], width: int = WIDTH) -> Table:
         figures = [f"{number}. {way.name}", format_bytes(way.peak_bytes), way.changes]
         table.add_row(*figures, *([way.levers] if is_wide else []))
     return table
+
+
+class Recipes(RecipesRecord):
+    """Recipes that can be printed and written, best first."""
+
+    def __str__(self) -> str:
+        return describe_recipes(self)
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the recipes to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,10 @@
 """A diagnosis as text for a terminal of a given width."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -64,3 +68,17 @@ def _lines(remedies: Sequence[Remedy]) -> str:
     for number, remedy in enumerate(remedies, 1):
         lines += [f"{number}. Python:  {remedy.python}", f"   YAML:    {remedy.yaml}"]
     return "\n".join(lines)
+
+
+class Diagnosis(DiagnosisRecord):
+    """A diagnosis that can be printed and written."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the diagnosis to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        return describe_diagnosis(self)

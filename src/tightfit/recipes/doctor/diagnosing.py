@@ -15,7 +15,7 @@ from tightfit.planner.records import StepFigures
 from tightfit.planner.request import Request
 from tightfit.planner.step_figures import step_figures
 from tightfit.recipes.doctor import symptoms
-from tightfit.recipes.doctor.diagnosis import Diagnosis
+from tightfit.recipes.doctor.describe import Diagnosis
 from tightfit.recipes.remedies import priced_remedies
 from tightfit.step import Batch, Loss, Optimizer, Precision, Step
 from tightfit.tracing.record import StepTrace

@@ -9,7 +9,7 @@ from tightfit.memory.snapshot import Snapshot
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
 from tightfit.planner.report.words import short
-from tightfit.recipes.doctor.diagnosis import Diagnosis
+from tightfit.recipes.doctor.describe import Diagnosis
 from tightfit.recipes.doctor.general import general_remedies
 from tightfit.recipes.doctor.records import Holder
 from tightfit.training.monitoring.record import Record
