@@ -28,8 +28,7 @@ class To(StrEnum):
 
 def export(
     run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="The folder of a finished run, or of a model.", show_default=False),
+        Path, typer.Argument(metavar="RUN", help="The folder of a finished run, or of a model.", show_default=False)
     ],
     output: options.NewFolder,
     to: Annotated[

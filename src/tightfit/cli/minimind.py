@@ -24,8 +24,7 @@ def minimind(
         bool, typer.Option("--use_checkpoint", help="Recompute every block in backward.")
     ] = False,
     memory_budget: Annotated[
-        str | None,
-        typer.Option("--memory_budget", metavar="BUDGET", help="The peak to stay within: 0.5x, 8GiB, 80%."),
+        str | None, typer.Option("--memory_budget", metavar="BUDGET", help="The peak to stay within: 0.5x, 8GiB, 80%.")
     ] = None,
     segments: Annotated[
         int | None, typer.Option(metavar="K", help="With --use_checkpoint: blocks joined to K segments.")

@@ -89,8 +89,7 @@ def leave(error: BaseException | None, script: Path) -> None:
 def run(
     ctx: typer.Context,
     command: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- COMMAND...", help="What is to be run, as it is.", show_default=False),
+        list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What is to be run, as it is.")
     ] = None,
     device: Annotated[
         str, typer.Option(metavar="NAME", help="A card's name or figures; tightfit devices lists them.")
@@ -176,7 +175,6 @@ def doctor(
             metavar="FILE",
             help="A record of profile, a CUDA memory snapshot, a plan or an estimate as JSON, or a log with an "
             "out-of-memory error; - reads a log from stdin.",
-            show_default=False,
         ),
     ] = None,
     question: Question | None = None,

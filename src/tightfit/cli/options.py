@@ -15,17 +15,10 @@ from tightfit.planner.levers import lever_types
 
 THE_MODEL, THE_STEP, THE_BUDGET, THE_ANSWER = "The model", "The step", "The budget", "The answer"
 
-Config = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help="YAML configuration of a training.", show_default=False),
-]
+Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML configuration of a training.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE...",
-        help="Laid over the file: training.batch_size=4, memory.budget=0.5x.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="KEY=VALUE...", help="Laid over the file: training.batch_size=4, memory.budget=0.5x."),
 ]
 TrainsOn = Annotated[
     str | None,
@@ -76,9 +69,7 @@ Html = Annotated[
 Png = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE",
-        help="Write a picture of the step's memory too (needs matplotlib).",
-        rich_help_panel=THE_ANSWER,
+        metavar="FILE", help="Write a picture of the step's memory too (needs matplotlib).", rich_help_panel=THE_ANSWER
     ),
 ]
 Curve = Annotated[
@@ -128,30 +119,22 @@ NewTokens = Annotated[
 # Of the commands that read or go on with a run, or run a script.
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
 Resume = Annotated[
-    bool,
-    typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin."),
+    bool, typer.Option("--resume", help="Go on from the newest intact checkpoint of output.folder; without one, begin.")
 ]
 ScriptArguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments and options.", show_default=False),
+    list[str] | None, typer.Argument(metavar="ARGUMENTS...", help="The script's own arguments and options.")
 ]
 
 # Of the commands that make a folder with a model out of another one.
 Source = Annotated[
-    Path,
-    typer.Argument(metavar="SOURCE", help="The folder of a run, or a Hugging Face folder.", show_default=False),
+    Path, typer.Argument(metavar="SOURCE", help="The folder of a run, or a Hugging Face folder.", show_default=False)
 ]
 NewFolder = Annotated[
     Path, typer.Option(metavar="FOLDER", help="Where to write: a folder that is not there yet.", show_default=False)
 ]
 ReportPng = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Draw before and after too (needs matplotlib).",
-        show_default=False,
-        rich_help_panel=THE_ANSWER,
-    ),
+    typer.Option(metavar="FILE", help="Draw before and after too (needs matplotlib).", rich_help_panel=THE_ANSWER),
 ]
 
 

@@ -27,7 +27,6 @@ def prune(
         typer.Option(
             metavar="SHARE",
             help="Weights that become zero; masks.safetensors keeps them so in `train`.",
-            show_default=False,
             rich_help_panel=SINGLE,
         ),
     ] = None,
@@ -52,17 +51,13 @@ def prune(
             metavar="NAME",
             help="norm of the weights, activation or gradient on real text (else activation with --calibration, norm "
             "without).",
-            show_default=False,
             rich_help_panel=RANKING,
         ),
     ] = None,
     calibration: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE",
-            help='Real text: a text file, JSON lines of {"text"}, or default.',
-            show_default=False,
-            rich_help_panel=RANKING,
+            metavar="FILE", help='Real text: a text file, JSON lines of {"text"}, or default.', rich_help_panel=RANKING
         ),
     ] = None,
     to_fit: Annotated[
@@ -71,7 +66,6 @@ def prune(
             metavar="BYTES",
             help="Take out the least that lets a training step fit: 3GiB, 0.5x. The shares are then the most that may "
             "go.",
-            show_default=False,
             rich_help_panel=FIT,
         ),
     ] = None,
@@ -79,28 +73,19 @@ def prune(
         bool, typer.Option("--inference", help="Let a generation fit, not a training step.", rich_help_panel=FIT)
     ] = False,
     seq_len: Annotated[
-        int | None,
-        typer.Option(
-            metavar="TOKENS", min=1, help="Tokens of a row (else 256).", show_default=False, rich_help_panel=FIT
-        ),
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Tokens of a row (else 256).", rich_help_panel=FIT)
     ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of a batch.", rich_help_panel=FIT)] = 1,
     new_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens that a generation adds.", rich_help_panel=FIT)
     ] = 8,
     device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The device to fit (else this CPU).", show_default=False, rich_help_panel=FIT
-        ),
+        str | None, typer.Option(metavar="NAME", help="The device to fit (else this CPU).", rich_help_panel=FIT)
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE",
-            help="Held-out text, for the perplexity before and after.",
-            show_default=False,
-            rich_help_panel=THE_ANSWER,
+            metavar="FILE", help="Held-out text, for the perplexity before and after.", rich_help_panel=THE_ANSWER
         ),
     ] = None,
     as_json: options.Json = False,

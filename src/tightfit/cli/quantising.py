@@ -23,17 +23,13 @@ def quantise(
     ],
     output: options.NewFolder,
     calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="For int8_static: the text whose activations are measured.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FILE", help="For int8_static: the text whose activations are measured.")
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="The held-out text for perplexity (else what a run has held out, or one that every machine has).",
-            show_default=False,
             rich_help_panel=THE_QUALITY,
         ),
     ] = None,
@@ -49,17 +45,12 @@ def quantise(
         bool, typer.Option("--force", help="Write whatever the loss.", rich_help_panel=THE_QUALITY)
     ] = False,
     batch_size: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="Prompts whose reading is measured.", rich_help_panel=THE_ANSWER),
+        int, typer.Option(metavar="N", min=1, help="Prompts whose reading is measured.", rich_help_panel=THE_ANSWER)
     ] = 1,
     seq_len: Annotated[
         int | None,
         typer.Option(
-            metavar="TOKENS",
-            min=2,
-            help="Tokens of each, and of a row of text (else 512).",
-            show_default=False,
-            rich_help_panel=THE_ANSWER,
+            metavar="TOKENS", min=2, help="Tokens of each, and of a row of text (else 512).", rich_help_panel=THE_ANSWER
         ),
     ] = None,
     as_json: options.Json = False,

@@ -58,8 +58,7 @@ def fit(
         ),
     ] = None,
     whole: Annotated[
-        bool,
-        typer.Option("--all", help="Show every recipe that does not fit too.", rich_help_panel=options.THE_ANSWER),
+        bool, typer.Option("--all", help="Show every recipe that does not fit too.", rich_help_panel=options.THE_ANSWER)
     ] = False,
     as_json: options.Json = False,
 ) -> None:

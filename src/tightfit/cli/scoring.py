@@ -20,8 +20,7 @@ A_TEXT, QUESTIONS = "A text", "Multiple choice"
 def score(
     run: options.Run,
     file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The text, in UTF-8.", show_default=False, rich_help_panel=A_TEXT),
+        Path | None, typer.Option(metavar="FILE", help="The text, in UTF-8.", rich_help_panel=A_TEXT)
     ] = None,
     chunk_size: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens that are read at a time.", rich_help_panel=A_TEXT)
@@ -36,7 +35,6 @@ def score(
             metavar="FILE",
             help="Questions: JSON lines of question, choices and answer, or CSV as C-Eval or MMLU lay it out; or a "
             "folder of such files, one subject each.",
-            show_default=False,
             rich_help_panel=QUESTIONS,
         ),
     ] = None,
