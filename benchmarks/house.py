@@ -1,8 +1,11 @@
 """Counts what a newcomer has to keep in the head: lines, files, rooms, classes, names that mean two things.
 
     python -m benchmarks.house [--commit COMMIT ...] [--output benchmarks/results/house.json]
+    python -m benchmarks.house --since COMMIT
 
-Each commit's sources are read from git; without `--commit`, those of the working tree. Nothing is imported or run.
+Each commit's sources are read from git; without `--commit`, those of the working tree. Nothing is imported or run. With
+`--since`: by room, the lines of files that came since, by how much files grew that were there (under another name too),
+and the lines of files that went.
 """
 
 import argparse
@@ -98,11 +101,37 @@ def of_commit(commit: str) -> dict[str, Any]:
         return count(Path(folder))
 
 
+def growth(since: str) -> dict[str, Counter[str]]:
+    """Lines by room since a commit: of new files, by which files grew that were there, and of files that went."""
+    asked = ["git", "diff", "--numstat", "--summary", "-M50%", "-l0", "-z", since, "HEAD", "--", f"{PACKAGE}/*.py"]
+    told = subprocess.run(asked, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    summary = told.rpartition("\0")[2]
+    came, went = (set(re.findall(rf"^ {what} mode \d+ (.+)$", summary, re.M)) for what in ("create", "delete"))
+    found: dict[str, Counter[str]] = {kind: Counter() for kind in ("new files", "grown files", "files that went")}
+    fields = iter(told.removesuffix(summary).split("\0"))
+    for row in fields:
+        if row:
+            added, removed, path = row.split("\t")
+            path = path or (next(fields), next(fields))[1]  # of a renamed file: both names follow
+            kind = "new files" if path in came else "files that went" if path in went else "grown files"
+            found[kind][Path(path).relative_to(PACKAGE).parts[0]] += int(added) - int(removed)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", nargs="*", default=[])
+    parser.add_argument("--since")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
+    if asked.since:
+        grown = growth(asked.since)
+        rooms = sorted({room for lines in grown.values() for room in lines})
+        print(f"{'':20}", *(f"{kind:>16}" for kind in grown))
+        for room in rooms:
+            print(f"{room:20}", *(f"{lines[room]:>+16}" for lines in grown.values()))
+        print(f"{'all':20}", *(f"{lines.total():>+16}" for lines in grown.values()))
+        return
     figures = {commit: of_commit(commit) for commit in asked.commit} or {"working tree": count(ROOT)}
     for name in next(iter(figures.values())):
         print(f"{name:36}", *(f"{each[name]:>10}" for each in figures.values()))
