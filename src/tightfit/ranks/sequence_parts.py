@@ -3,12 +3,12 @@
 Of 2n pieces rank r of n has those numbered r and 2n - 1 - r, so that causal attention is equal work for all.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tightfit.ranks.sharing import add_up_parts, gather_parts
+from tightfit.ranks.sharing import add_up_parts, exchanged, gather_parts
 
 TOKENS = 1  # the dimension of hidden states (B, T, D) along which they are divided
 
@@ -53,55 +53,24 @@ class SequenceRanks(NamedTuple):
         return add_up_parts(parts, self.size, self.group)
 
 
-class _SplitSequence(torch.autograd.Function):
-    """Each rank takes its part of what all have. The gradient of the whole is the same on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: SequenceRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.part(whole, TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.ranks.whole(gradients[0], TOKENS).div_(ctx.ranks.size), None
-
-
-class _Joined(torch.autograd.Function):
-    """The parts become the whole on all ranks. Each takes its part of the gradient, n times as large."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: SequenceRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.whole(part, TOKENS)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.ranks.part(gradients[0], TOKENS).mul_(ctx.ranks.size), None
-
-
-class _GatheredSequence(torch.autograd.Function):
-    """Keys or values (..., T / n, D) of all ranks, (..., T, D). Each rank's queries give them a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: SequenceRanks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.whole(part, part.dim() - 2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.ranks.sum(gradients[0], gradients[0].dim() - 2), None
-
-
 def split(whole: Tensor, ranks: SequenceRanks) -> Tensor:
-    """This rank's part (B, T / n, D) of hidden states (B, T, D) that all have. Backward divides by n."""
-    return _SplitSequence.apply(whole, ranks)  # type: ignore[return-value]
+    """This rank's part (B, T / n, D) of hidden states (B, T, D) that all have.
+
+    The gradient of the whole is the same on all ranks. Backward divides by n.
+    """
+    return exchanged(
+        whole, lambda whole: ranks.part(whole, TOKENS), lambda part: ranks.whole(part, TOKENS).div_(ranks.size)
+    )
 
 
 def joined(part: Tensor, ranks: SequenceRanks) -> Tensor:
-    """Hidden states (B, T, D) of all tokens, on all ranks. Backward multiplies by n."""
-    return _Joined.apply(part, ranks)  # type: ignore[return-value]
+    """Hidden states (B, T, D) of all tokens, on all ranks. Each takes its part of the gradient, n times as large."""
+    return exchanged(
+        part, lambda part: ranks.whole(part, TOKENS), lambda whole: ranks.part(whole, TOKENS).mul_(ranks.size)
+    )
 
 
 def gathered(part: Tensor, ranks: SequenceRanks) -> Tensor:
-    """Keys or values (..., T, D) of all ranks. Backward adds up what each rank's queries give them."""
-    return _GatheredSequence.apply(part, ranks)  # type: ignore[return-value]
+    """Keys or values (..., T, D) of all ranks, from (..., T / n, D). Backward adds up what each rank's queries give."""
+    side = part.dim() - 2
+    return exchanged(part, lambda part: ranks.whole(part, side), lambda whole: ranks.sum(whole, side))

@@ -1,14 +1,19 @@
 """Two operators that ranks call together: parts become all parts, and what was computed for all is added up for each.
+And functions of theirs with gradients.
 
 They are functional, and give the same results when they are called again, so a lever may drop and recompute them. The
 collectives of `torch.distributed` write into memory of their caller, and other ranks may have changed what they send.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightfit.runtime.internals import group_named
 
+Changing = Callable[[Tensor], Tensor]
 GATHERED, ADDED_UP = "tightfit.gather_parts.default", "tightfit.add_up_parts.default"
 
 _LIBRARY = torch.library.Library("tightfit", "FRAGMENT")
@@ -57,3 +62,23 @@ def _gathered(part: Tensor, ranks: int, group: str) -> Tensor:
 @torch.library.register_fake("tightfit::add_up_parts", lib=_LIBRARY)
 def _added_up(parts: Tensor, ranks: int, group: str) -> Tensor:
     return parts.new_empty(parts.shape[1:])
+
+
+class _Exchanged(torch.autograd.Function):
+    """One function of a tensor, and another one of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.back(gradients[0]), None, None
+
+
+def exchanged(tensor: Tensor, there: Changing, back: Changing) -> Any:
+    """What `there` makes of a tensor; `back` makes the tensor's gradient of the result's. Both may send messages."""
+    return _Exchanged.apply(tensor, there, back)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.errors import ModelError
+from tightfit.ranks.sharing import exchanged
 from tightfit.runtime.module_paths import module_at, named_modules
 
 _OR_FSDP2 = "take parallel='fsdp2', or another number of ranks"
@@ -130,6 +131,12 @@ class _Ranks(NamedTuple):
         dist.all_gather(parts, part, group=self.group)
         return torch.cat(parts, side)
 
+    def summed(self, gradient: Tensor) -> Tensor:
+        """The sum of a gradient over all ranks, in memory of its own: others may read the same gradient."""
+        whole = gradient.clone(memory_format=torch.contiguous_format)
+        self.add_up(whole, group=self.group)
+        return whole
+
 
 @dataclass(frozen=True)
 class _Parts:
@@ -181,45 +188,19 @@ class _Summed(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Read(torch.autograd.Function):
+def _read(whole: Tensor, ranks: _Ranks) -> Any:
     """Each rank reads, for its part, a tensor that all ranks have. The gradients of the parts are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: _Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        summed = gradients[0].clone(memory_format=torch.contiguous_format)  # others may read the same gradient
-        ctx.ranks.add_up(summed, group=ctx.ranks.group)
-        return summed, None
+    return exchanged(whole, lambda whole: whole.view_as(whole), ranks.summed)
 
 
-class _Gathered(torch.autograd.Function):
+def _gathered(part: Tensor, ranks: _Ranks) -> Any:
     """Parts of the last dimension become the whole. The gradient is the same on all ranks, and each takes its part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: _Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.joined(part, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.ranks.part(gradients[0], -1), None
+    return exchanged(part, lambda part: ranks.joined(part, -1), lambda whole: ranks.part(whole, -1))
 
 
-class _Split(torch.autograd.Function):
+def _split(whole: Tensor, ranks: _Ranks) -> Any:
     """Each rank takes its part of the last dimension of what all have. The parts of the gradient become the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: _Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.part(whole, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.ranks.joined(gradients[0], -1), None
+    return exchanged(whole, lambda whole: ranks.part(whole, -1), lambda part: ranks.joined(part, -1))
 
 
 def _columns(linear: nn.Linear, ranks: _Ranks, *, gathers: bool = False) -> None:
@@ -229,8 +210,8 @@ def _columns(linear: nn.Linear, ranks: _Ranks, *, gathers: bool = False) -> None
     linear.out_features //= ranks.size
 
     def forward(x: Tensor) -> Tensor:
-        out = F.linear(_Read.apply(x, ranks), linear.weight, linear.bias)
-        return _Gathered.apply(out, ranks) if gathers else out
+        out = F.linear(_read(x, ranks), linear.weight, linear.bias)
+        return _gathered(out, ranks) if gathers else out
 
     linear.__dict__["forward"] = forward
 
@@ -241,7 +222,7 @@ def _rows(linear: nn.Linear, ranks: _Ranks, *, splits: bool = False) -> None:
     linear.in_features //= ranks.size
 
     def forward(x: Tensor) -> Tensor:
-        own: Any = _Split.apply(x, ranks) if splits else x
+        own = _split(x, ranks) if splits else x
         summed: Any = _Summed.apply(F.linear(own, linear.weight), ranks)
         return summed if linear.bias is None else summed + linear.bias
 
@@ -269,16 +250,10 @@ def _rows_of_table(table: nn.Embedding, ranks: _Ranks) -> None:
 
 def _whole_in_parts(module: nn.Module, ranks: _Ranks) -> None:
     """Every rank has the whole module, which reads only the rank's heads: the gradients are parts of a sum."""
-
     # As a gradient arrives, not as it has been added up: that of an earlier micro-batch is a whole sum already.
-    def summed(gradient: Tensor) -> Tensor:
-        whole = gradient.clone()
-        ranks.add_up(whole, group=ranks.group)
-        return whole
-
     for parameter in module.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(summed)
+            parameter.register_hook(ranks.summed)
 
 
 def _whole(module: nn.Module, ranks: _Ranks) -> None:
