@@ -75,13 +75,13 @@ def price(
     fixed_bytes: int,
     levers: Sequence[type[Lever]],
     executor: ExecutorCost = NO_EXECUTOR_COST,
-    beside: bool = False,
+    in_parallel: bool = False,
     shifted: bool = False,
 ) -> Priced:
     """Price the blocks at `paths`.
 
     `fixed_bytes` is the highest level that no choice changes (the optimizer's). `levers` may be used inside blocks.
-    `executor` says what it takes itself for each operator. `beside` says that copies run in parallel with the
+    `executor` says what it takes itself for each operator. `in_parallel` says that copies run in parallel with the
     computation. `shifted` says that blocks of one kind differ in what others allocate and free meanwhile, such as the
     gathered weights of their neighbours.
     """
@@ -111,7 +111,7 @@ def price(
     plain_prints = {w.path: footprint(plain, w) for w in spans}
     alike = [[path for path in order if graphs[path].kind == kind] for kind in kinds]
     shifts = _shifts(alike, plain_prints) if shifted else dict.fromkeys(order, Footprint(0, 0, 0))
-    measured = _measure(order, graphs, by_kind, plain_prints, trace, beside, shifts)
+    measured = _measure(order, graphs, by_kind, plain_prints, trace, in_parallel, shifts)
     options = tuple(
         tuple(
             Option(
@@ -156,7 +156,7 @@ def _measure(
     by_kind: Mapping[str, tuple[Choice, ...]],
     plain: Mapping[str, Footprint],
     trace: Tracer,
-    beside: bool,
+    in_parallel: bool,
     shifts: Mapping[str, Footprint],
 ) -> dict[str, list[Footprint]]:
     """The footprint of every option of every kind, from as few traces as the number of blocks allows."""
@@ -172,7 +172,7 @@ def _measure(
         applied = trace(policies)
         for window in windows(applied, order):
             if window.path in tried:
-                found = footprint(applied, window, beside=beside)
+                found = footprint(applied, window, in_parallel=in_parallel)
                 measured[tried[window.path]].append(_difference(found, shifts[window.path]))
     return measured
 

@@ -106,11 +106,11 @@ class Footprint:
     lever_seconds: float = 0.0
 
 
-def footprint(trace: StepTrace, window: BlockWindow, *, beside: bool = False) -> Footprint:
+def footprint(trace: StepTrace, window: BlockWindow, *, in_parallel: bool = False) -> Footprint:
     """The bytes that the block keeps from forward to backward, and its highest points above the surrounding levels.
 
-    With `beside`, copies run in parallel with the computation. They then cost only the seconds by which they outlast
-    the block's own forward or backward, because the neighbours' time is needed for the neighbours' copies.
+    With `in_parallel`, copies run while the block computes. They then cost only the seconds by which they outlast the
+    block's own forward or backward, because the neighbours' time is needed for the neighbours' copies.
     """
     start, end = window.forward
     forward, backward = trace.operators[start:end], trace.operators[slice(*window.backward)]
@@ -118,7 +118,7 @@ def footprint(trace: StepTrace, window: BlockWindow, *, beside: bool = False) ->
         kept_bytes=level_at(trace, end) - level_at(trace, start),
         forward_bytes=highest(trace.levels, start, end) - level_at(trace, start),
         backward_bytes=highest(trace.levels, *window.backward) - level_at(trace, window.backward[1]),
-        lever_seconds=sum(_copy_seconds(span, beside) for span in (forward, backward))
+        lever_seconds=sum(_copy_seconds(span, in_parallel) for span in (forward, backward))
         + sum(
             operator.executor_seconds
             for operator in (*forward, *backward)
@@ -127,8 +127,8 @@ def footprint(trace: StepTrace, window: BlockWindow, *, beside: bool = False) ->
     )
 
 
-def _copy_seconds(operators: Sequence[OperatorRecord], beside: bool) -> float:
+def _copy_seconds(operators: Sequence[OperatorRecord], in_parallel: bool) -> float:
     copies = sum(operator.seconds for operator in operators if operator.copied_bytes)
-    if not beside:
+    if not in_parallel:
         return copies
     return max(0.0, copies - sum(operator.seconds for operator in operators if not operator.copied_bytes))

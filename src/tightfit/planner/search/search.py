@@ -252,14 +252,18 @@ class Search:
             return first.pop() if first else self.tracer.part(combination, policies, self.plain, compared=True)
 
         inside = self.of_role(Role.INSIDE_BLOCKS)
-        how = {
-            "fixed_bytes": self.fixed_bytes(part),
-            "levers": inside,
-            "executor": self.request.executor,
-            "beside": self.request.device.kind == "cuda",
-            "shifted": self.request.world is not None,
-        }
-        priced = price(self.request.model, self.paths, trace, **how) if self.paths and inside else None
+        if not self.paths or not inside:
+            return self.unpriced(combination, part)
+        priced = price(
+            self.request.model,
+            self.paths,
+            trace,
+            fixed_bytes=self.fixed_bytes(part),
+            levers=inside,
+            executor=self.request.executor,
+            in_parallel=self.request.device.kind == "cuda",
+            shifted=self.request.world is not None,
+        )
         return replace(self.unpriced(combination, part), priced=priced)
 
     def unpriced(self, combination: Combination, part: StepTrace) -> Baseline:
