@@ -15,7 +15,6 @@ from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.models.diffusion import is_denoiser
 from tightfit.models.loading import build_model, vocabulary_size
-from tightfit.planner.levers import Exactness
 from tightfit.planner.request import Request
 from tightfit.planner.search.fastest import Refusal
 from tightfit.planner.search.search import Search
@@ -74,20 +73,7 @@ def refusal(subject: Subject, found: Recipes) -> Refusal:
 def planned_as(subject: Subject, outcome: Outcome, path: Path) -> Outcome:
     """The outcome with the figures of the plan of the configuration that was written."""
     plan = planned(subject_of(Question(config=str(path), device=subject.question.device), dry=True))
-    tokens = token_count(subject.asked.batch)
-    rounding = [lever for lever in plan.levers if lever.exactness is not Exactness.EXACT]
-    return replace(
-        outcome,
-        peak_bytes=plan.peak_bytes,
-        needed_bytes=plan.peak_bytes,
-        step_seconds=plan.step_seconds,
-        host_seconds=plan.planned.host_seconds,
-        device_seconds=plan.planned.device_seconds,
-        tokens_per_second=tokens / plan.step_seconds if tokens and plan.step_seconds else None,
-        levers=tuple(lever.name for lever in plan.levers),
-        rounds=bool(rounding),
-        plan=plan,
-    )
+    return replace(outcome.as_planned(plan, token_count(subject.asked.batch)), micro_batches=outcome.micro_batches)
 
 
 def _of_model(question: Question) -> Subject:

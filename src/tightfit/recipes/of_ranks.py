@@ -14,10 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.errors import CannotFit, InputError
-from tightfit.levers.recompute import Policy
 from tightfit.planner.api import plan_of_ranks
-from tightfit.planner.levers import Combination, Exactness, Role
-from tightfit.planner.plans import Plan
 from tightfit.planner.request import Request
 from tightfit.planner.search.bisection import Line, Measured, near_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
@@ -31,6 +28,7 @@ from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import FEW_BITS, LargestSize, Outcome, Recipe
 from tightfit.recipes.search import budget_of_recipes
 from tightfit.recipes.variants import Models, OptimizerOf, with_recipe
+from tightfit.recipes.whole_step import Levers, frugal_levers
 from tightfit.runtime.forked import Notice, processes_for, shared_out
 
 ENGINES = ("ddp", "fsdp2")  # ranks of the others read one batch, so their rows would compare other steps
@@ -113,28 +111,15 @@ def _outcome(
         needed = max(error.least_bytes, error.taken_bytes or 0, budget_bytes + 1)
         return replace(outcome, peak_bytes=error.least_bytes, needed_bytes=needed), None
     step = RankStep.of(found, request, budget, least)
-    return _planned(outcome, plan_of_ranks(found), token_count(asked.batch)), step
-
-
-def _planned(outcome: Outcome, plan: Plan, tokens: int | None) -> Outcome:
-    seconds = plan.step_seconds
-    return replace(
-        outcome,
-        fits=True,
-        peak_bytes=plan.peak_bytes,
+    plan = plan_of_ranks(found)
+    outcome = replace(
+        outcome.as_planned(plan, token_count(asked.batch)),
         needed_bytes=max(plan.rank_peak_bytes) + UNSEEN_BYTES,
-        step_seconds=seconds,
-        host_seconds=plan.planned.host_seconds,
-        device_seconds=plan.planned.device_seconds,
-        tokens_per_second=plan.world_size * tokens / seconds if tokens and seconds else None,
-        levers=tuple(lever.name for lever in plan.levers),
-        micro_batches=plan.micro_batches,
-        rounds=any(lever.exactness is not Exactness.EXACT for lever in plan.levers),
         rank_peak_bytes=plan.rank_peak_bytes,
         communicator_bytes=plan.communicator_bytes,
         host_bytes=plan.host_bytes,
-        plan=plan,
     )
+    return outcome, step
 
 
 def sizes_of(world: World) -> list[int]:
@@ -157,8 +142,7 @@ class RankStep:
     budget_bytes: int
     world: World
     paths: list[str]
-    combination: Combination
-    policies: dict[str, Policy]
+    levers: Levers
     routing_matters: bool
     held_bytes: int
     over_now: int
@@ -168,17 +152,13 @@ class RankStep:
         search = found.search
         kept = found.world.sharding
         world = replace(found.world, sharding=Sharding(apart=kept.apart, on_host=kept.on_host))
-        combinations = search.combinations()
-        count = combinations[0].micro_batches
-        inside = [kind.frugal_policy(request.levers) for kind in search.of_role(Role.INSIDE_BLOCKS)]
         return cls(
             request=request.but(world=world),
             budget=budget,
             budget_bytes=found.budget_bytes,
             world=world,
             paths=search.paths,
-            combination=[each for each in combinations if each.micro_batches == count][-1],
-            policies=dict.fromkeys(search.paths, inside[-1]) if inside else {},
+            levers=frugal_levers(search),
             routing_matters=search.routing_matters,
             held_bytes=held_bytes,
             over_now=found.candidate.needed_bytes - found.budget_bytes,
@@ -195,8 +175,8 @@ class RankStep:
             limit_bytes=self.budget_bytes,
             routing_matters=self.routing_matters,
         )
-        step = search.trace_applied(self.combination, self.policies)
-        ranks = search.tracer.ranks(self.world, self.combination, self.policies, first=step.trace)
+        step = search.trace_applied(*self.levers)
+        ranks = search.tracer.ranks(self.world, *self.levers, first=step.trace)
         over = max(step.needed_bytes, max(ranks.peaks) + UNSEEN_BYTES) - self.budget_bytes
         return Measured(over, over <= 0 and search.excess(step) <= 0)
 

@@ -1,7 +1,7 @@
 """Recipes and what becomes of them on a device, as plain data. No torch here."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from tightfit.names import FEW_BITS, OFFLOADED, facts_of, parse_optimizer
@@ -146,6 +146,24 @@ class Outcome:
         """The changes of recipe and levers to the result, in words."""
         found = self.recipe.changed
         return ", ".join((*found, ROUNDING) if self.rounds and not found else found) or NOTHING
+
+    def as_planned(self, plan: "PlanRecord", tokens: int | None) -> "Outcome":
+        """The outcome with the figures and the levers of its plan, for batches of so many tokens on each card."""
+        seconds = plan.step_seconds
+        return replace(
+            self,
+            fits=True,
+            peak_bytes=plan.peak_bytes,
+            needed_bytes=plan.peak_bytes,
+            step_seconds=seconds,
+            host_seconds=plan.planned.host_seconds,
+            device_seconds=plan.planned.device_seconds,
+            tokens_per_second=plan.world_size * tokens / seconds if tokens and seconds else None,
+            levers=tuple(lever.name for lever in plan.levers),
+            micro_batches=plan.micro_batches,
+            rounds=any(lever.exactness != "exact" for lever in plan.levers),
+            plan=plan,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of the JSON of `tightfit fit`."""
