@@ -80,5 +80,5 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(tensor: Tensor, there: Changing, back: Changing) -> Any:
-    """What `there` makes of a tensor; `back` makes the tensor's gradient of the result's. Both may send messages."""
+    """The result of `there`, whose gradient `back` makes to that of the tensor. Both may send messages."""
     return _Exchanged.apply(tensor, there, back)
