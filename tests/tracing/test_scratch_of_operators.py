@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from round_device import round_device
-from tightfit.memory.allocator import cpu_rise, storage_bytes
+from tightfit.memory.allocator import cpu_rise, measured_peak, storage_bytes
+from tightfit.planner.any_code.traced import trace
 from tightfit.planner.api import estimate
 from tightfit.runtime.operators import traits_of
 from tightfit.tracing.cpu_temporaries import is_measured, measured_scratch
@@ -42,6 +43,10 @@ def labels(x):
     return (torch.arange(x.shape[0] * x.shape[1]) % 64).view(x.shape[:2])
 
 
+def drawn(x, generator=None):
+    return torch.multinomial(x.softmax(-1), 1, generator=generator)
+
+
 SEQUENCES = (8, 128, 64)
 IMAGES = (4, 16, 64, 64)
 CASES = {
@@ -64,6 +69,7 @@ CASES = {
             x.log_softmax(-1).transpose(0, 1), labels(x)[:, :20] + 1, torch.full((8,), 128), torch.full((8,), 20)
         ),
     ),
+    "draws": (SEQUENCES, lambda x: x.flatten(0, 1).gather(1, drawn(x.detach().flatten(0, 1)))),
     "take": (SEQUENCES, lambda x: x.take(torch.arange(100))),
     "attention with dropout": (
         SEQUENCES,
@@ -97,6 +103,16 @@ def test_pytorchs_own_chunked_loss_has_the_peak_of_the_allocator(reduction):
     batch = {"x": torch.randn(SEQUENCES), "y": labels(torch.empty(SEQUENCES))}
     asked = {"loss": loss, "optimizer": "sgd"}
     assert estimate(model, batch, device=round_device(), **asked).peak_bytes == allocator_peak(model, batch, **asked)
+
+
+@pytest.mark.parametrize("draw", [drawn, lambda x, generator: torch.normal(x.abs(), 1.0, generator=generator)])
+def test_a_generator_of_the_users_is_not_drawn_from(draw):
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    x = torch.ones(8, 64)
+    predicted = trace(draw, x, generator).peak_bytes
+    assert torch.equal(generator.get_state(), before)
+    assert predicted == measured_peak(lambda: draw(x, generator), [x])
 
 
 def test_a_large_call_is_extrapolated_from_two_small_batches():

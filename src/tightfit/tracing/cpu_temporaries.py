@@ -6,7 +6,8 @@ the allocator for PyTorch's own samples of all operators.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -222,8 +223,15 @@ def _with_batch(call: Any, batch: int, size: int, tensors: int) -> Any:
 
 
 def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """The bytes that a call on zeros allocates beside its results; None if it cannot run on them."""
-    args, kwargs = tree_map(_zeros, (args, kwargs), is_leaf=_is_leaf)
+    """The bytes that a call on zeros allocates beside its results, or on ones where zeros are refused (probabilities
+    are, all of them zero); None if it can run on neither.
+    """
+    found = _run_on(torch.zeros, operator, args, kwargs)
+    return _run_on(torch.ones, operator, args, kwargs) if found is None else found
+
+
+def _run_on(filled: Callable[..., torch.Tensor], operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
+    args, kwargs = tree_map(partial(_real, filled), (args, kwargs), is_leaf=_is_leaf)
     given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
     results: list[Any] = []
     with no_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -238,9 +246,11 @@ def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
     return max(0, rise - storage_bytes([t for t in made if t.untyped_storage().data_ptr() not in given]))
 
 
-def _zeros(each: Any) -> Any:
+def _real(filled: Callable[..., torch.Tensor], each: Any) -> Any:
+    if isinstance(each, torch.Generator):  # the user's, which a dry run does not draw from
+        return torch.Generator(each.device)
     if not isinstance(each, TensorShape):
         return each
     places = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride, strict=True))
-    filled = torch.ones if each.dtype == torch.bool else torch.zeros  # a mask that is true everywhere, the worst case
+    filled = torch.ones if each.dtype == torch.bool else filled  # a mask that is true everywhere, the worst case
     return filled(places if each.numel else 0, dtype=each.dtype).as_strided(each.shape, each.stride)
