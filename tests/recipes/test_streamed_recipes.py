@@ -1,8 +1,10 @@
-"""`tightfit.fit` streams frozen weights where the lever is named, and says how many blocks."""
+"""`tightfit.fit` streams weights where the lever is named or nothing else makes room, and says how many blocks."""
 
 import pytest
+import yaml
 
 import tightfit
+from command_line import tightfit as run
 from tightfit import TokenBatch
 from tightfit.training.config import AdapterConfig
 from tiny_adapters import saved_llama
@@ -26,3 +28,32 @@ def test_adapters_on_a_base_above_the_budget_fit_with_streamed_blocks(tmp_path):
     assert f"{streamed.streamed_blocks} of 4 blocks streamed" in streamed.name
     assert streamed.to_dict()["streamed_blocks"] == streamed.streamed_blocks
     assert streamed.changes == plain.changes
+
+
+@pytest.mark.keeps("fit-streams-what-does-not-fit")
+@pytest.mark.parametrize("trains", ["adapters", pytest.param("all weights", marks=pytest.mark.slow)])  # 10 s each
+def test_what_does_not_fit_a_card_is_a_row_with_as_few_streamed_blocks_as_fit(tmp_path, trains):
+    folder = str(saved_llama(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=8))
+    how = {"adapter": AdapterConfig(r=4, base="bf16")} if trains == "adapters" else {"optimizer": "offloaded_adamw"}
+    how |= {"dtype": "bf16", "precision": "bf16", "device": "rtx4090"}
+
+    def row(budget):
+        return tightfit.fit(folder, TokenBatch(1, 16, 600), budget=budget, **how)[0]
+
+    resident = row(1 << 30)
+    rows = [row(int(share * resident.peak_bytes)) for share in (0.8, 0.7)]
+    assert all(each.fits and each.needed_bytes <= resident.peak_bytes for each in rows)
+    assert 0 < rows[0].streamed_blocks < rows[1].streamed_blocks < 8
+    assert resident.host_peak_bytes < rows[0].host_peak_bytes < rows[1].host_peak_bytes
+    assert all(each.changes == resident.changes for each in rows), "streaming changes nothing"
+    assert rows[0].longest_sequence is None, "a size is not read off traces that hold all weights"
+
+
+@pytest.mark.slow  # two searches of a model as large as the test above needs
+@pytest.mark.keeps("fit-streams-what-does-not-fit")
+def test_the_configuration_of_a_streamed_row_names_its_lever(tmp_path):
+    folder = str(saved_llama(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=8))
+    asked = ("fit", "--model", folder, "--seq-len", "16", "--device", "rtx4090", "--adapter", "r=4", "--base", "bf16")
+    written = tmp_path / "run.yaml"
+    assert run(*asked, "--budget", "28MB", "--pick", "1", "--output", str(written)).code == 0
+    assert yaml.safe_load(written.read_text())["memory"]["levers"] == ["rounding", "stream"]

@@ -123,6 +123,13 @@ def test_a_large_call_is_extrapolated_from_two_small_batches():
     assert measured_scratch(operator, large, {}, []) == 128 * of_small
 
 
+def test_a_call_that_refuses_zeros_runs_on_ones_or_says_that_it_could_not():
+    matrix, pivots = TensorShape((4, 4), (1, 4), torch.float32), TensorShape((4,), (1,), torch.int32)
+    assert measured_scratch(torch.ops.aten.linalg_ldl_solve.default, (matrix, pivots, matrix), {}, [])
+    empty, index = TensorShape((0, 4), (4, 1), torch.float32), TensorShape((2,), (1,), torch.int64)
+    assert measured_scratch(torch.ops.aten.index_select.default, (empty, 0, index), {}, []) is None
+
+
 def test_a_call_with_vast_results_does_not_run():
     one = TensorShape((1, 1, 8, 8), (64, 64, 8, 1), torch.float32)
     vast = TensorShape((1, 1, 2**15, 2**15), (2**30, 2**30, 2**15, 1), torch.float32)

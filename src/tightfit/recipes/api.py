@@ -13,8 +13,10 @@ from tightfit.models.adapters import is_adapted, usual_layers
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model, vocabulary_size
+from tightfit.names import OFFLOADED
 from tightfit.planner.api import describe_batch
 from tightfit.planner.host import host_of
+from tightfit.planner.levers import CLASSES
 from tightfit.planner.request import Request
 from tightfit.ranks.world import world_of
 from tightfit.recipes.choices import ADAPTER, Wanted, install_line, not_installed, recipes_for
@@ -174,6 +176,8 @@ def recipes_of(
             raise _nothing_tried(search.left_out)
         if not any(row.outcome.fits for row in rows):
             rows = _with_last_resorts(shares, rows)
+        if device.kind == "cuda" and asked.levers_named in CLASSES:  # names are all that a plan may use
+            rows = _with_streams(shares, rows)
         if not (rows := _worth_a_row(_confirmed(shares, rows))):
             raise _nothing_tried(search.left_out)
         rows, beyond = _within_host(rows, asked.host_budget)
@@ -219,6 +223,22 @@ def _with_last_resorts(shares: Shares, rows: list[Row]) -> list[Row]:
     """The recipes that need least, with the levers of least memory."""
     better = shares.at_last(sorted(rows, key=lambda row: row.outcome.needed_bytes)[:RESORTS])
     return [better.get(row.recipe, row) for row in rows]
+
+
+def _with_streams(shares: Shares, rows: list[Row]) -> list[Row]:
+    """The recipes that can stream weights and do not fit otherwise, two of them: adapters on the base that takes most,
+    which changes least, and all weights, updated on the host, in the dtype that takes least.
+    """
+    left = [row for row in rows if not row.outcome.fits]
+    adapters = [row for row in left if row.recipe.adapter is not None]
+    whole = [row for row in left if row.recipe.optimizer == OFFLOADED]
+    tried = [*sorted(adapters, key=_needed)[-1:], *sorted(whole, key=_needed)[:1]]
+    better = shares.streamed(tried) if tried else {}
+    return [better.get(row.recipe, row) for row in rows]
+
+
+def _needed(row: Row) -> int:
+    return row.outcome.needed_bytes
 
 
 def _confirmed(shares: Shares, rows: list[Row]) -> list[Row]:

@@ -23,6 +23,7 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.least import LeastLevers
 from tightfit.planner.search.search import Search
+from tightfit.planner.search.streaming import stream_at_least
 from tightfit.planner.step_figures import step_host
 from tightfit.recipes.batches import token_count
 from tightfit.recipes.choices import least_bytes
@@ -264,6 +265,20 @@ class RecipeSearch:
         held = step_host(trace)
         loaded = weight_bytes(request) if request.device.kind != "cpu" else 0
         return sum(HostMemory(self.process_bytes, loaded).by_category(held).values())
+
+    def streamed(self, found: Found) -> Found:
+        """A recipe that does not fit, with weights on the host: every block at its least, as few streamed as fit."""
+        recipe, asked = found.recipe, self.asked_for(found.recipe)
+        asked = asked.but(levers=[str(asked.levers_named), Stream.name])
+        search = Search(asked.checked(may_choose=True), self.budget, limit_bytes=self.budget_bytes)
+        search.routing_matters = search.plain.peak_depends_on_data
+        if settings := Stream.settings(search.step()):
+            stream_at_least(search, frugal_levers(search)[0], settings)
+        if (best := search.best) is None:
+            return found
+        found = Found(self.outcome(search, recipe, best, as_plan(search, best)), best)
+        self.notice(_line(found.outcome))
+        return found
 
     # Traced whole
 

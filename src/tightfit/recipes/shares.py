@@ -77,6 +77,9 @@ class _Share:
     def at_last(self, recipes: Sequence[Recipe]) -> _Answer:
         return self._changed(recipes, self.search.last_resort, "the levers of least memory of ")
 
+    def streamed(self, recipes: Sequence[Recipe]) -> _Answer:
+        return self._changed(recipes, self.search.streamed, "streamed weights of ")
+
     def sized(self, wanted: Sequence[_Size]) -> _Sized:
         # Recipes of one variant share dry runs, so they stay together. Those that take longest come first.
         parts: dict[Variant, list[_Size]] = {}
@@ -96,7 +99,8 @@ class _Share:
         for recipe, confirm in part:
             with leaving_out([recipe], done.left_out, "the largest sizes of "):
                 outcome = with_sizes(self.search, self._known(recipe), confirm=confirm).outcome
-                notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
+                if outcome.longest_sequence is not None:
+                    notice(f"{outcome.name}: sequences of {outcome.longest_sequence} tokens")
                 done.sizes[recipe] = (outcome.longest_sequence, outcome.largest_batch)
         return done
 
@@ -121,7 +125,8 @@ class _Share:
         # A plan holds its model, which stays where it is.
         outcome = found.outcome if self.is_only else replace(found.outcome, plan=None)
         # Only rows that fit are traced again, and one that arithmetic excludes has no trace to count.
-        return outcome, outcome.fits and self.search.shared_step(found.recipe).search.is_small
+        is_traced = outcome.fits and not outcome.streamed_blocks
+        return outcome, is_traced and self.search.shared_step(found.recipe).search.is_small
 
 
 class Shares:
@@ -168,6 +173,11 @@ class Shares:
         """Rows that do not fit, with the levers of least memory."""
         self.told("trying the levers of least memory on what does not fit")
         return self._changed("at_last", rows)
+
+    def streamed(self, rows: Iterable[Row]) -> dict[Recipe, Row]:
+        """Rows that do not fit, with weights of blocks on the host."""
+        self.told("trying to stream weights of what does not fit")
+        return self._changed("streamed", rows)
 
     def sizes(
         self, rows: Iterable[Row], is_confirmed: Callable[[Row], bool]

@@ -26,6 +26,8 @@ JUMP = 8  # times the largest size that was run dry, for the next
 
 def with_sizes(search: RecipeSearch, found: Found, *, confirm: bool) -> Found:
     """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
+    if found.outcome.streamed_blocks:  # the traces that recipes share hold all weights on the device
+        return found
     asked, shared, candidate = search.asked, search.shared_step(found.recipe), found.candidate
     dimensions = dimensions_of(asked.model, asked.batch, asked.micro_batches)
     if dimensions is None or candidate is None:

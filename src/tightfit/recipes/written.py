@@ -8,6 +8,7 @@ from tightfit.errors import InputError
 from tightfit.models.decoder_config import PRESETS
 from tightfit.models.pretrained import find
 from tightfit.models.published import published
+from tightfit.planner.levers import Stream
 from tightfit.recipes.code import LIBRARIES, RATES, Job, as_code
 from tightfit.recipes.records import FEW_BITS, Outcome
 from tightfit.training.config.load import parse_config
@@ -97,7 +98,7 @@ def _job(outcome: Outcome, setting: WrittenSections) -> Job:
         "80%" if setting.budget is None else setting.budget,
         batch_size=setting.batch_size,
         sequence_length=setting.sequence_length,
-        levers=setting.levers,
+        levers=_levers(outcome, setting),
         grad_clip=setting.grad_clip,
     )
 
@@ -125,9 +126,15 @@ def configuration(outcome: Outcome, setting: WrittenSections) -> dict[str, Any]:
         training.setdefault("learning_rate", float(RATES[recipe.adapter is not None]))
     elif setting.vocabulary is not None and "vocab_size" not in data:
         data["vocab_size"] = max(SMALLEST_VOCABULARY, min(USUAL_VOCABULARY, setting.vocabulary))
-    memory = {**sections.get("memory", {}), "budget": setting.budget, "levers": setting.levers}
+    memory = {**sections.get("memory", {}), "budget": setting.budget, "levers": _levers(outcome, setting)}
     found = {**sections, "model": _model(outcome, setting), "data": data, "training": training, "memory": memory}
     return {name: section for name, section in found.items() if section}
+
+
+def _levers(outcome: Outcome, setting: WrittenSections) -> Any:
+    """The levers that a plan may use. Streamed weights are among them only where they are named."""
+    is_class = isinstance(setting.levers, str)
+    return [setting.levers, Stream.name] if is_class and outcome.streamed_blocks else setting.levers
 
 
 def _holds_weights(setting: WrittenSections) -> bool:

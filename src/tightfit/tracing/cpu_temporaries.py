@@ -223,8 +223,8 @@ def _with_batch(call: Any, batch: int, size: int, tensors: int) -> Any:
 
 
 def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """The bytes that a call on zeros allocates beside its results, or on ones where zeros are refused (probabilities
-    are, all of them zero); None if it can run on neither.
+    """The bytes that a call on zeros allocates beside its results, or on ones where zeros are refused, as probabilities
+    and pivots are; None if it can run on neither.
     """
     found = _run_on(torch.zeros, operator, args, kwargs)
     return _run_on(torch.ones, operator, args, kwargs) if found is None else found
@@ -238,7 +238,7 @@ def _run_on(filled: Callable[..., torch.Tensor], operator: Any, args: tuple, kwa
         try:
             operator(*args, **kwargs)
             rise = cpu_rise(lambda: results.append(operator(*args, **kwargs)))
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             return None
     made = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
     if any(t.layout is not torch.strided for t in made):  # sparse gradients have no storage of their own

@@ -7,6 +7,7 @@ from tightfit.planner.levers import Combination, Role, Stream
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 
+MISSES = 3  # numbers of streamed blocks that are tried, from the fewest that fit by arithmetic
 HALVINGS = 2  # numbers of streamed blocks that are tried between the fewest that fit and all
 
 
@@ -50,7 +51,7 @@ def _stream(search: Search, base: Combination, settings: Sequence[Stream]) -> No
 
     high = len(settings)
     if seconds(high) == math.inf:
-        _least(search, base.with_lever(settings[-1]))
+        stream_at_least(search, base, settings)
         return
     low = fewest(search, base, settings)
     while seconds(low) == math.inf:  # of so few, the ones that are on the device together take as much
@@ -66,12 +67,25 @@ def _stream(search: Search, base: Combination, settings: Sequence[Stream]) -> No
             high = middle
 
 
-def _least(search: Search, combination: Combination) -> None:
-    """Try every block at its least. Weights that come and go disturb the prices of what a block keeps."""
+def stream_at_least(search: Search, base: Combination, settings: Sequence[Stream]) -> None:
+    """Try every block at its least with all blocks streamed, then with as few as fit so.
+
+    Weights that come and go disturb the prices of what a block keeps, and this needs none.
+    """
     kinds = search.of_role(Role.INSIDE_BLOCKS)
-    if kinds:
-        policy = kinds[-1].frugal_policy(search.request.levers)
-        search.consider(search.trace_applied(combination, dict.fromkeys(search.paths, policy)), str(combination))
+    if not kinds:
+        return
+    policies = dict.fromkeys(search.paths, kinds[-1].frugal_policy(search.request.levers))
+
+    most, fitting = settings[-1], []
+    everything = search.trace_applied(base.with_lever(most), policies)
+    room = search.budget_bytes - everything.needed_bytes
+    for setting in [each for each in settings if most.bytes - each.bytes <= room][:MISSES]:
+        fitting.append(search.trace_applied(base.with_lever(setting), policies))
+        if search.excess(fitting[-1]) <= 0:
+            break
+    for candidate in (*fitting[-1:], everything):  # of equal seconds the first one stays
+        search.consider(candidate, str(candidate.combination))
 
 
 def fewest(search: Search, base: Combination, settings: Sequence[Stream]) -> int:
