@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from command_line import mistake, tightfit
+from models_by_name import decoder
 from tightfit.cli import sources
 
 DECODER = ("--model", "models_by_name:decoder", "--seq-len", 64)
@@ -257,6 +258,13 @@ def test_an_unknown_model_type_and_heads_that_do_not_divide_are_said_in_our_word
     path.write_text(json.dumps({"model_type": "llama", **shape}))
     error = tightfit("estimate", "--model", path).error
     assert "its config holds what cannot be: The hidden size (100) is not a multiple of" in error
+
+
+def test_a_default_that_is_too_long_is_not_said_to_be_the_readers():
+    asked = ("estimate", "--model", "models_by_name:decoder")
+    most = f"positions of Decoder: give at most {decoder().config.max_position_embeddings}"
+    assert most in mistake(*asked, "--seq-len", 4096)
+    assert mistake(*asked).startswith("the default --seq-len 1024 is longer than")
 
 
 def test_a_budget_that_is_none_is_refused_before_a_model_is_built(monkeypatch):

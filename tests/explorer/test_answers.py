@@ -17,7 +17,7 @@ from tightfit.cli.explorer.question import PageQuestion
 from tightfit.cli.explorer.serving import settings
 from tightfit.cli.explorer.uploads import Upload, UploadedModel
 from tightfit.planner.outcome import CurveRecord, EstimateRecord, PlanRecord
-from tightfit.planner.records import StepFigures
+from tightfit.planner.records import CurvePoint, StepFigures
 from tightfit.planner.report.plan_tables import device_footprint, does_not_fit
 from tightfit.recipes.records import LargestSize, Outcome, Recipe, RecipesRecord
 
@@ -93,6 +93,13 @@ def test_a_budget_has_a_line_on_each_bar():
     assert f'<em class="budget" style="left:{at:.3f}%">' in found
     assert found.count('<em class="card"') == found.count('class="track"') == 1
     assert 'class="budget"' not in drawings.bars(estimate, None, "100%")
+
+
+def test_no_axis_of_the_trade_off_begins_below_zero():
+    far_apart = [CurvePoint("no lever", 900, 1.0), CurvePoint("8 micro-batches", 10, 18.4)]
+    drawn = drawings.curve(CurveRecord(tuple(far_apart), ()), None, 500)
+    assert '<span class="zero">0.00x</span>' in drawn
+    assert "<span>0 B</span>" in drawn
 
 
 @pytest.mark.slow  # searches for the least, and for recipes that fit

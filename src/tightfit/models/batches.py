@@ -22,7 +22,9 @@ def batch_of(model: nn.Module, size: int, length: int | None, length_key: str, *
         return _images(model, size, length, length_key)
     if takes == "input_features" and hasattr(model.config, "num_mel_bins"):
         return _speech(model, size, length, length_key)
-    return tokens(model, size, otherwise if length is None else length, length_key)
+    if length is None:
+        return tokens(model, size, otherwise, f"the default {length_key}")
+    return tokens(model, size, length, length_key)
 
 
 def tokens(model: nn.Module, size: int, length: int, length_key: str) -> TokenBatch:
@@ -77,7 +79,8 @@ def _demand_positions(model: nn.Module, length: int, length_key: str) -> None:
     positions = position_limit(model)
     if positions is not None and length > positions:
         raise InputError(
-            f"{length_key} {length} is longer than the {positions} positions of {type(model).__name__}: lower it"
+            f"{length_key} {length} is longer than the {positions} positions of {type(model).__name__}: give at most "
+            f"{positions}"
         )
 
 

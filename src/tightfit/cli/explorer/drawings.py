@@ -280,14 +280,15 @@ def _scatter(record: CurveRecord, everything: Sequence[CurvePoint], chosen: int 
         f'aria-label="Step time against peak memory"><polyline points="{line}" fill="none" stroke="{CURVE_COLOUR}" '
         f'stroke-width="2" vector-effect="non-scaling-stroke"/></svg>{budget}{dots}'
         f'<span class="top">{high:.2f}x time of plain</span><span class="zero">{low:.2f}x</span></div>'
-        f'<div class="axis"><span>{format_bytes(max(left, 0))}</span><span>peak memory</span>'
+        f'<div class="axis"><span>{format_bytes(left)}</span><span>peak memory</span>'
         f'<span>{format_bytes(right)}</span></div><ul class="legend"><li><b>●</b>plans</li>{star}{names}</ul>'
     )
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
+    """The ends of an axis of amounts, none of which is below zero."""
     room = 0.1 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
+    return max(low - room, 0.0), high + room
 
 
 # Recipes
