@@ -12,6 +12,7 @@ import pytest
 import tightfit
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+FIRST_LOAD = 500_000  # bytes
 
 
 @pytest.fixture
@@ -102,3 +103,12 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(site):
             r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"(https?:[^\"]*)", page.read_text()
         )
         assert not loaded, page
+    assert 300_000 < first_load(ROOT / "site" / "index.html") <= FIRST_LOAD
+
+
+def first_load(page):
+    """The bytes of a page with its scripts, its search, its styles and its pictures, as they lie on the disk."""
+    link = r"<(?:script|img|link)[^>]*?(?:src|href)=\"?([^\" >]+\.(?:js|css|png|svg))"
+    files = {(page.parent / name).resolve() for name in re.findall(link, page.read_text("utf-8"))}
+    files |= {*(page.parent / "assets" / "javascripts" / "workers").glob("*.js")}
+    return sum(path.stat().st_size for path in (page, *files))
