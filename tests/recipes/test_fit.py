@@ -21,8 +21,7 @@ from tightfit.errors import BudgetError, ConfigError, DataError, InputError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.saving import save_model
 from tightfit.planner.search.least import least_levers
-from tightfit.recipes import choices
-from tightfit.recipes import search as recipe_search
+from tightfit.recipes import choices, whole_step
 from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import LargestSize, Outcome, Recipe, RecipesRecord
@@ -57,7 +56,7 @@ def test_no_levers_are_searched_for_a_recipe_whose_weights_alone_exceed_the_budg
         searched.append(search)
         return least_levers(search, plain, **options)
 
-    monkeypatch.setattr(recipe_search, "least_levers", searching)
+    monkeypatch.setattr(whole_step, "least_levers", searching)
     model = decoder(num_layers=6, hidden_size=64)
     held = sum(p.numel() for p in model.parameters()) * 4
     asked = {
