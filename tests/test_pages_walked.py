@@ -37,7 +37,7 @@ if len(sys.argv) < 3:
     )
 """
 MODEL = """\
-import json, tokenizers, torch
+import json, peft, tokenizers, torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -48,6 +48,7 @@ words = {"<eos>": 0, **{f"w{i}": i for i in range(1, 300)}}
 kept = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
 PreTrainedTokenizerFast(tokenizer_object=kept, eos_token="<eos>").save_pretrained("SmolLM2-135M")
 LlamaForCausalLM(config).save_pretrained("SmolLM2-135M")
+peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"]).save_pretrained(".")
 """
 DISTIL = """\
 model: {hidden_size: 64, num_layers: 2, num_heads: 4, vocab_size: 6400}
