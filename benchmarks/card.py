@@ -40,19 +40,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="with --resume: but run those that are not to the byte")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    chosen = [step for step in steps(given.each, given.seed) if given.only in step.name]
+    grid = list(steps(given.each, given.seed))
+    chosen = [step for step in grid if given.only in step.name]
     if given.worker:
         return _work([step for step in chosen if step.card == given.worker])
     known = json.loads(given.output.read_text())["steps"] if given.resume and given.output.exists() else []
-    wanted = {step.name for step in chosen}
-    rows = [row for row in known if row["name"] in wanted and not (given.again and not is_exact(row))]
+    again = {step.name for step in chosen} if given.again else set()
+    of_grid = {step.name for step in grid}
+    rows = [row for row in known if row["name"] in of_grid and (row["name"] not in again or is_exact(row))]
     done = {row["name"] for row in rows}
     commit = described()["commit"]
     for card in CARDS:
         left = [step for step in chosen if step.card == card and step.name not in done]
         for row in _on(card, left, given):
             rows.append({**row, "commit": commit and commit[:7]})
-            print(f"{len(rows)}/{len(chosen)} {said(row)}", flush=True)
+            print(f"{len(rows)} rows; {said(row)}", flush=True)
             write(given.output, rows)
     return 0
 
