@@ -226,19 +226,16 @@ def _with_last_resorts(shares: Shares, rows: list[Row]) -> list[Row]:
 
 
 def _with_streams(shares: Shares, rows: list[Row]) -> list[Row]:
-    """The recipes that can stream weights and do not fit otherwise, two of them: adapters on the base that takes most,
-    which changes least, and all weights, updated on the host, in the dtype that takes least.
+    """The recipes that can stream weights and do not fit otherwise, three of them: adapters on the base that takes
+    most, which changes least, and on the one that takes least of the host and the link; and all weights, updated on the
+    host, in the dtype that takes least.
     """
-    left = [row for row in rows if not row.outcome.fits]
+    left = sorted((row for row in rows if not row.outcome.fits), key=lambda row: row.outcome.needed_bytes)
     adapters = [row for row in left if row.recipe.adapter is not None]
     whole = [row for row in left if row.recipe.optimizer == OFFLOADED]
-    tried = [*sorted(adapters, key=_needed)[-1:], *sorted(whole, key=_needed)[:1]]
+    tried = [*adapters[-1:], *adapters[:-1][:1], *whole[:1]]
     better = shares.streamed(tried) if tried else {}
     return [better.get(row.recipe, row) for row in rows]
-
-
-def _needed(row: Row) -> int:
-    return row.outcome.needed_bytes
 
 
 def _confirmed(shares: Shares, rows: list[Row]) -> list[Row]:
