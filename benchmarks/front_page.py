@@ -19,6 +19,7 @@ import tempfile
 from accuracy_page import RESULTS, Record, gpu_page, published_errors
 from environment import ROOT, environment
 
+ROWS = 2  # of the answer
 FIT = "tightfit fit --model llama-3.1-8b --device rtx3060-12 --seq-len 2048"
 ANSWER, PICTURE = RESULTS / "front_page.json", ROOT / "docs" / "front_page.png"
 PAGES = {"en": ROOT / "README.md", "zh": ROOT / "README.zh-CN.md"}
@@ -108,8 +109,10 @@ def of_a_card(words: str) -> str:
 def fit(record: Record) -> str:
     """The command and the beginning of its answer: what fits."""
     lines = record["fit"]
-    end = next(n for n, line in enumerate(lines) if line.startswith("The nearest that do not fit"))
-    return "\n".join(["```", f"$ {FIT}", *lines[: end - 1], "...", "```"])
+    after = (f"{ROWS + 1}  ", "The nearest that do not fit")
+    end = next(n for n, line in enumerate(lines) if line.startswith(after))
+    shown = "\n".join(lines[:end]).rstrip()
+    return "\n".join(["```", f"$ {FIT}", shown, "...", "```"])
 
 
 def page(language: str) -> str:

@@ -85,7 +85,10 @@ def _with_words(found: Sequence[Outcome], table: Table, width: int) -> Iterator[
 
 
 def _levers(outcome: Outcome) -> str:
-    return f"; levers {', '.join(NAMES.get(name, name) for name in outcome.levers)}" if outcome.levers else ""
+    words = f"; levers {', '.join(NAMES.get(name, name) for name in outcome.levers)}" if outcome.levers else ""
+    if outcome.streamed_blocks and outcome.host_peak_bytes is not None:
+        words += f"; {format_bytes(outcome.host_peak_bytes)} of the host"
+    return words
 
 
 def describe_ways_out(found: WaysOut, width: int = WIDTH, *, taken_by: str = "options") -> str:

@@ -80,6 +80,8 @@ def stream_at_least(search: Search, base: Combination, settings: Sequence[Stream
     most, fitting = settings[-1], []
     everything = search.trace_applied(base.with_lever(most), policies)
     room = search.budget_bytes - everything.needed_bytes
+    if (there := search.room(everything.trace)) is not None:  # segments and context are on the device too
+        room = min(room, search.device_bytes - there.reserved_bytes - there.context_bytes)
     for setting in [each for each in settings if most.bytes - each.bytes <= room][:MISSES]:
         fitting.append(search.trace_applied(base.with_lever(setting), policies))
         if search.excess(fitting[-1]) <= 0:
