@@ -36,7 +36,7 @@ def test_every_base_is_bit_equal_over_several_steps(kind):
 
 
 @pytest.mark.keeps("streamed-bits")
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_one_block_is_in_memory_while_a_step_runs(kind):
     def rise(levers):
         model, x = built(kind)

@@ -172,7 +172,7 @@ def streamable_weights(model: nn.Module, paths: Sequence[str], *, trained: bool 
     found = [_large(module_at(model, path), trained) for path in paths]
     streamed = {id(tensor) for block in found for tensor in block}
     others = [t for _, module in named_modules(model) for held in tensors_of(module) for t in _parts_of(held)]
-    taken = {_storage(tensor) for tensor in others if id(tensor) not in streamed and has_plain_storage(tensor)}
+    taken = {_storage(tensor) for tensor in others if id(tensor) not in streamed and _has_storage(tensor)}
     users = Counter(storage for block in found for storage in {_storage(tensor) for tensor in block})
     return [[t for t in block if users[_storage(t)] == 1 and _storage(t) not in taken] for block in found]
 
@@ -180,7 +180,12 @@ def streamable_weights(model: nn.Module, paths: Sequence[str], *, trained: bool 
 def _large(block: nn.Module, trained: bool) -> list[torch.Tensor]:
     chosen = [parameter for parameter in block.parameters() if trained or not parameter.requires_grad]
     parts = {id(part): part for parameter in chosen for part in _parts_of(parameter)}
-    return [t for t in parts.values() if has_plain_storage(t) and t.untyped_storage().nbytes() >= SMALLEST_BYTES]
+    return [t for t in parts.values() if _has_storage(t) and t.untyped_storage().nbytes() >= SMALLEST_BYTES]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """True if a storage of its own describes the tensor; codes of bitsandbytes are a class of parameters over one."""
+    return has_plain_storage(tensor) or hasattr(tensor, "quant_state")
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
