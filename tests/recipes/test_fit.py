@@ -374,3 +374,12 @@ def test_options_settle_what_they_name_and_the_model_is_asked_about_without_them
 )
 def test_a_wrong_option_is_one_line(config, arguments, message):
     assert message in mistake("fit", config, *arguments)
+
+
+@pytest.mark.parametrize("name", ["adamw9bit", "offloaded_adamw:2", "muon8bits"])
+def test_an_optimizer_that_is_not_known_is_one_line(name):
+    with pytest.raises(InputError, match=f"^optimizer '{name}'"):
+        tightfit.fit(decoder(**SHAPE), BATCH, device="rtx4090", optimizer=name)
+    asked = run("fit", "--model", "cpu8", "--device", "rtx4090", "--optimizer", name)
+    assert asked.code == 2
+    assert asked.err.splitlines()[-1].startswith(f"error: optimizer '{name}'")

@@ -14,6 +14,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model, vocabulary_size
 from tightfit.names import OFFLOADED
+from tightfit.optim.by_name import parsed_name
 from tightfit.planner.api import describe_batch
 from tightfit.planner.host import host_of
 from tightfit.planner.levers import CLASSES
@@ -144,6 +145,8 @@ def recipes_of(
     """
     device, notice = lookup(asked.step.device), notice or (lambda line: None)
     asked = asked.but(device=device, model=asked.model)
+    if wanted.optimizer is not None:
+        parsed_name(wanted.optimizer)  # before a model is traced
     if budget is None:
         budget = "100%" if device.kind == "cuda" else "80%"
     if (world := world_of(asked.step.world_size, asked.step.nodes, asked.step.parallel)) is not None:
