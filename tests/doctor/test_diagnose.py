@@ -220,6 +220,20 @@ def test_a_watch_is_compared_with_what_was_expected():
     assert found.holders[0].bytes == max(watch.by_module.values())
 
 
+def test_a_watch_of_another_model_is_said_to_be_one():
+    model, batch = torch.nn.Linear(4, 4), (torch.ones(2, 4),)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with tightfit.monitor(model, optimizer) as watch:
+        for _ in range(3):
+            squares(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    own = tightfit.diagnose(watch, model=model, batch=batch, loss=squares, optimizer=optimizer)
+    assert not any("parameters differ" in line for line in own.findings)
+    other = tightfit.diagnose(watch, model=decoder(), batch=token_batch())
+    assert any("The parameters differ: 80 B measured" in line for line in other.findings)
+
+
 def test_estimates_plans_and_traces_are_diagnosed():
     model, batch = decoder(), token_batch()
     estimate, plan = tightfit.estimate(model, batch), tightfit.plan(model, batch, "0.8x")

@@ -26,6 +26,7 @@ from tightfit.units import format_bytes
 
 ASK_PYTHON = "For remedies with their price: tightfit.diagnose(..., model=model, batch=batch)."
 ASK_COMMAND = "For remedies with their price: tightfit doctor FILE CONFIG, or --model with --batch-size and --seq-len."
+SAME_PARAMETERS = 0.02  # a part of them: tied weights and the allocator's rounding are less
 WATCH = "To see which module and category: tightfit profile SCRIPT, then tightfit doctor on the record that it writes."
 
 
@@ -89,11 +90,12 @@ def diagnose_asked(error_or_trace: Any, asked: Request | None) -> Diagnosis:
     request = asked.without_levers().checked()
     priced = priced_remedies(request, found.limit_bytes)
     expected = symptoms.of_step(found.subject, step_figures(priced.plain))
+    differs = _another_model(found, expected)
     if not found.by_category:
         found = replace(found, by_category=expected.by_category, holders=expected.holders, category=expected.category)
     # A subject that is itself a prediction would be compared with another prediction.
     predicted = isinstance(error_or_trace, Plan | Estimate | StepFigures | StepTrace)
-    compared = () if predicted else (_compared(found, expected, request.device.name),)
+    compared = () if predicted else (_compared(found, expected, request.device.name), *differs)
     return replace(
         found,
         findings=(*found.findings, *compared),
@@ -154,6 +156,17 @@ def _(subject: dict) -> Diagnosis:
         return symptoms.of_snapshot(snapshot_of(subject))
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"not a CUDA memory snapshot ({type(error).__name__}: {error})") from error
+
+
+def _another_model(found: Diagnosis, expected: Diagnosis) -> tuple[str, ...]:
+    """A sentence where the parameters that were measured are not those of the model that was named."""
+    measured, named = (each.by_category.get("parameters") for each in (found, expected))
+    if not measured or not named or abs(measured - named) <= SAME_PARAMETERS * named:
+        return ()
+    return (
+        f"The parameters differ: {format_bytes(measured)} measured, {format_bytes(named)} in the model that was named. "
+        "Remedies are for the latter; name the model, dtype and adapter that ran.",
+    )
 
 
 def _compared(found: Diagnosis, expected: Diagnosis, device: str) -> str:
