@@ -65,7 +65,8 @@ def test_exact_ways_come_first_and_each_was_run_dry(held_by_states):
     names = [way.name for way in found.fitting]
     assert names[0] == "step in backward"
     assert any(name.startswith("bf16 weights") for name in names)
-    assert not any("levers" in name for name in names), "no lever lowers what the optimizer holds"
+    wider = [name for name in names if "levers" in name]
+    assert all("stream" in name for name in wider), "no other lever lowers what the optimizer holds"
 
 
 @pytest.mark.keeps("ways-out-plan-cannot")
@@ -174,6 +175,27 @@ def test_the_command_shows_the_smallest_card_under_its_error():
     assert outcome.error.startswith("1000 B cannot fit: the least is ")
     assert "The smallest card that would do:" in outcome.err
     assert "1. --device " in outcome.err
+
+
+@pytest.mark.usefixtures("without_packages")
+def test_a_card_with_room_is_found_beyond_many_of_about_the_same_size(monkeypatch):
+    (_, smallest), *_, largest = ways_out.cards_by_memory()
+    tiny = [(f"of {n}", replace(smallest, name=f"of {n}", memory_bytes=4 * 2**20 + 4096 * n)) for n in range(6)]
+    monkeypatch.setattr(ways_out, "cards_by_memory", lambda: [*tiny, largest])
+    found = refused(decoder(**SMALL), token_batch(1, 16), 1000).ways_out
+    assert [way.name for way in found.fitting] == [largest[1].name]
+
+
+@pytest.mark.usefixtures("without_packages")
+def test_weights_are_streamed_where_they_exceed_the_budget_alone():
+    model = decoder(hidden_size=128, num_layers=8, vocab_size=64)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    found = refused(model, TokenBatch(1, 16, 64), weights // 2).ways_out
+    way = next(way for way in found.fitting if "stream" in way.name)
+    assert way.needed_bytes <= weights // 2
+    plan = way.plan()
+    assert plan.peak_bytes <= weights // 2
+    assert "streamed" in str(plan)
 
 
 def test_without_a_card_there_is_a_sentence_with_the_least(held_by_states):

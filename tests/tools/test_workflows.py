@@ -44,9 +44,12 @@ def test_every_job_has_a_machine_steps_and_no_more_rights_than_it_says(path):
 def test_python_and_torch_are_tried_as_far_as_the_package_says(runner):
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text("utf-8"))["jobs"]
     runs = runner.combinations(jobs["tests"])
-    pinned = (ROOT / "constraints.txt").read_text("utf-8").strip().removeprefix("torch==")
+    pinned = re.fullmatch(r"torch==(.*)", (ROOT / "constraints.txt").read_text("utf-8").strip())
+    tried = {run["torch"] for run in runs}
     assert {run["python"] for run in runs} == {"3.11", "3.12", "3.13", "3.14"}
-    assert {run["torch"] for run in runs} == {pinned, "2.11.0", "2.12.0", "newest"}
+    assert tried > {"2.11.0", "2.12.0", "newest"}
+    assert len(tried) == 4
+    assert pinned is None or pinned[1] in tried  # a job of the workflow writes that file for its own release
     assert len(runs) == 2 * 4 + 3
 
 

@@ -1,5 +1,6 @@
 """Trackers receive the figures of metrics.jsonl; real files of each, and a training that outlives them."""
 
+import contextlib
 import json
 import os
 import socket
@@ -108,7 +109,7 @@ def test_trackio_has_every_step_once_after_a_resume(tmp_path, monkeypatch, capfd
             tracker.log(step, {"train/loss": 1.0 / step})
         tracker.close({})
     database = SQLiteStorage.get_project_db_path(f"project{os.getpid()}")
-    with sqlite3.connect(database) as connection:
+    with contextlib.closing(sqlite3.connect(database)) as connection:
         rows = connection.execute("select step, metrics from metrics order by step").fetchall()
     assert [(step, json.loads(text)["train/loss"]) for step, text in rows] == [(n, 1.0 / n) for n in (1, 2, 3, 4)]
     assert capfd.readouterr().out == ""

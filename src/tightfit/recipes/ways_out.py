@@ -17,7 +17,7 @@ from tightfit.devices.spec import DeviceSpec
 from tightfit.errors import CannotFit, LeverError
 from tightfit.levers.micro_batch import batch_size
 from tightfit.memory.allocator import old_objects_left_alone
-from tightfit.planner.levers import Exactness, Role, allowed_levers, lever_types
+from tightfit.planner.levers import Exactness, Role, Stream, allowed_levers, lever_types
 from tightfit.planner.request import Request, optimizer_peak
 from tightfit.planner.search.bisection import rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
@@ -25,6 +25,7 @@ from tightfit.planner.search.fastest import Refusal
 from tightfit.planner.search.least import as_it_will_run, least_levers, peak_of, sized
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.planner.search.search import Search
+from tightfit.planner.search.streaming import stream_at_least
 from tightfit.ranks.world import World
 from tightfit.recipes import neighbours
 from tightfit.recipes.batches import length_of, shortened, with_rows
@@ -39,6 +40,7 @@ from tightfit.recipes.lines import (
     yaml_of,
 )
 from tightfit.recipes.records import NOTHING, PRODUCTS, ROUNDING, Recipe
+from tightfit.recipes.search import streamable_bytes
 from tightfit.recipes.variants import Models, changed_to, held_bytes
 from tightfit.recipes.ways import Kind, WayOut, WaysOut, ranked
 from tightfit.runtime.outside import outside_training
@@ -49,7 +51,6 @@ from tightfit.units import is_share_of
 
 ENOUGH = 4  # ways of a rank after which its other ways are not tried
 TOKENS = 64  # a sequence length that matrix units like
-CARDS = 4  # cards that are tried for a recipe, the smallest first
 MOST_CARDS = 64  # that are tried together; more are a matter for whoever has them
 NEARLY = 0.1  # of the budget, by which a rank with all blocks recomputed may exceed it and still be planned
 OF_A_NODE = 8  # cards, beyond which a training is spread over several nodes
@@ -256,22 +257,24 @@ class Finder:
         for number, (recipe, levers) in enumerate(trials, start=1):
             with self.untried(f"{recipe.name} on another card"):
                 least = self.held_by(recipe)
-                room = [(key, spec) for key, spec in cards if spec.memory_bytes > least][:CARDS]
+                room = [(key, spec) for key, spec in cards if spec.memory_bytes > least]
                 if not room and number == len(trials):
                     room = cards[-1:]  # for the least bytes, which the answer names
-                found = [self.on_card(key, spec, recipe, levers) for key, spec in room[:1]]
-                for key, spec in room[1:]:
-                    if found[-1].fits:
-                        break
-                    found.append(self.on_card(key, spec, recipe, levers))
-                self.ways += found[-1:]
-                if found and found[-1].fits:
-                    return
+                while room:
+                    (key, spec), *larger = room
+                    found, excess = self.on_card(key, spec, recipe, levers)
+                    # What one card lacks, the next one has more: of sixteen gibibytes the list has four kinds.
+                    room = [each for each in larger if each[1].memory_bytes >= spec.memory_bytes + excess]
+                    if found.fits or not room:
+                        self.ways.append(found)
+                    if found.fits:
+                        return
 
-    def on_card(self, key: str, spec: DeviceSpec, recipe: Recipe, levers: frozenset[str]) -> WayOut:
-        """A recipe run dry on a card of the list."""
+    def on_card(self, key: str, spec: DeviceSpec, recipe: Recipe, levers: frozenset[str]) -> tuple[WayOut, int]:
+        """A recipe run dry on a card of the list, and the bytes that the card lacks for it."""
         search = self.search_for(self.asked_for(recipe).but(device=spec), levers, "100%")
-        return self.of_card(key, recipe, levers, search, self.least(search))
+        found = self.least(search)
+        return self.of_card(key, recipe, levers, search, found), search.excess(found)
 
     # What there is to try
 
@@ -337,10 +340,10 @@ class Finder:
             return False  # what was refused, and what was tried by another road
         self.begun.add((recipe, levers))
         with self.untried(", ".join(self.words(recipe, levers))):
-            if self.is_hopeless(recipe):
-                return False
             seed = self.search.plain if recipe == self.recipe else None
             search = self.search_for(self.asked_for(recipe), levers, plain=seed)
+            if self.is_hopeless(recipe, search):
+                return False
             # A plan would price blocks as if all gradients stayed, and find nothing better.
             steps_unseen = recipe.step_in_backward and not search.request.settings.step_in_backward
             found = self.plain_candidate(search) if steps_unseen else self.least(search)
@@ -357,12 +360,11 @@ class Finder:
             reason = " ".join(str(error).split()) or type(error).__name__
             self.notes.append(f"{name} was not tried: {reason}")
 
-    def is_hopeless(self, recipe: Recipe) -> bool:
-        """True if weights, gradients and states alone exceed the budget, by arithmetic."""
-        if recipe == self.recipe:
-            # Levers lower forward and backward; what the optimizer's phase takes is there with any of them.
-            return optimizer_peak(self.search.plain) + UNSEEN_BYTES > self.search.budget_bytes
-        return self.held_by(recipe) + UNSEEN_BYTES > self.search.budget_bytes
+    def is_hopeless(self, recipe: Recipe, search: Search) -> bool:
+        """True if weights, gradients and states alone exceed the budget, by arithmetic, whatever streams."""
+        # Other levers lower forward and backward; what the optimizer's phase takes is there with any of them.
+        held = optimizer_peak(self.search.plain) if recipe == self.recipe else self.held_by(recipe)
+        return held - streamable_bytes(search, recipe) + UNSEEN_BYTES > self.search.budget_bytes
 
     def held_by(self, recipe: Recipe) -> int:
         """The least bytes of a recipe's weights, gradients and states, by arithmetic."""
@@ -391,8 +393,8 @@ class Finder:
         return Candidate(plain, {}, (), search.plain, worst_bytes=max(routed, default=None))
 
     def least(self, search: Search) -> Candidate:
-        """The plain step if it fits, else the step with the levers of about the least memory, traced as applied. With
-        several ranks, that of their plan, where it is near enough.
+        """The plain step if it fits, else the step with the levers of about the least memory, traced as applied, its
+        weights streamed where it must and may. With several ranks, that of their plan, where it is near enough.
         """
         found, world = self.least_of_first(search), search.request.world
         if world is None or search.excess(found) > NEARLY * search.budget_bytes:
@@ -406,12 +408,18 @@ class Finder:
     def least_of_first(self, search: Search) -> Candidate:
         """The same of one process, or of the first rank alone."""
         first = self.plain_candidate(search)
-        if search.excess(first) <= 0 or optimizer_peak(search.plain) + UNSEEN_BYTES > search.budget_bytes:
+        streams = Stream.settings(search.step()) if search.request.may(Stream) else ()
+        held = optimizer_peak(search.plain) + UNSEEN_BYTES > search.budget_bytes
+        if search.excess(first) <= 0 or (held and not streams):
             return first
         levers, _ = least_levers(search, search.plain, joining=False)
         combination, policies, trace = sized(search, levers), dict(levers.policies), as_it_will_run(search, levers)
         worst = search.tracer.routed_peaks(trace, combination, policies, levers.joined)
         found = Candidate(combination, policies, levers.joined, trace, worst_bytes=max(worst, default=None))
+        if streams and search.excess(found) > 0:
+            stream_at_least(search, combination.without(*search.of_role(Role.WHOLE_BLOCKS)), streams)
+            if search.best is not None:
+                return search.best
         return min(first, found, key=lambda candidate: candidate.needed_bytes)
 
     # Ways

@@ -293,12 +293,6 @@ def _native_layer_norm(x: torch.Tensor, shape: Any, weight: Any, bias: Any, eps:
     return out, *(x.new_empty(s.shape, dtype=wanted if s.dtype == torch.float32 else s.dtype) for s in statistics)
 
 
-def _native_group_norm(x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
-    out, *statistics = aten.native_group_norm.default(x, weight, bias, *rest)
-    # native/group_norm.cpp: the same on every device. The meta kernel has the input's dtype.
-    return out, *(x.new_empty(s.shape, dtype=_statistics(x, weight, bias)) for s in statistics)
-
-
 def _as_suggested(like: torch.Tensor) -> torch.Tensor:
     """A tensor of the input's memory format: channels last, or contiguous however the input lies."""
     # `suggest_memory_format_contig` in native/Normalization.cpp. The meta kernel keeps the strides of the input.
@@ -307,6 +301,19 @@ def _as_suggested(like: torch.Tensor) -> torch.Tensor:
     if like.dim() == 5 and like.is_contiguous(memory_format=torch.channels_last_3d) and not like.is_contiguous():
         return torch.empty_like(like, memory_format=torch.channels_last_3d)
     return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _native_group_norm(x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+    _, *statistics = aten.native_group_norm.default(x, weight, bias, *rest)
+    # native/group_norm.cpp: the same on every device. The meta kernel has the input's dtype, and since torch 2.14 no
+    # channels-last results.
+    return _as_suggested(x), *(x.new_empty(s.shape, dtype=_statistics(x, weight, bias)) for s in statistics)
+
+
+def _native_group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
+    of_input, *of_parameters = aten.native_group_norm_backward.default(gradient, x, *rest)
+    # The meta kernel of torch 2.14 has the layout of the gradient that came.
+    return None if of_input is None else _as_suggested(x), *of_parameters
 
 
 def _batch_norm(operator: Any) -> Callable[..., Any]:
@@ -464,6 +471,7 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     **{operator: _padding(operator) for operator in PADDINGS},
     aten.log_sigmoid_forward.default: _log_sigmoid_forward,
     aten.native_group_norm.default: _native_group_norm,
+    aten.native_group_norm_backward.default: _native_group_norm_backward,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     aten.mkldnn_rnn_layer_backward.default: _mkldnn_rnn_layer_backward,
     aten.nonzero.default: _nonzero,

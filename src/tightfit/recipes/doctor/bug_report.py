@@ -37,13 +37,15 @@ def bug_report(found: DiagnosisRecord | None, plan: Mapping[str, Any] | None) ->
 
 def versions() -> dict[str, str]:
     """The packages that matter, those that are installed."""
+    import torch
+
     found = {"tightfit": package_version(), "Python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return found | {"torch": torch.__version__}  # with its build, which metadata of PyPI's wheels leave out
 
 
 def machine() -> dict[str, str]:

@@ -96,6 +96,8 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            # Dynamo's word on Python 3.13.0. Where warnings are errors, it would end the capture.
+            warnings.filterwarnings("ignore", message="Guards may run slower", category=RuntimeWarning)
             ignore_questions_for_gradients()
             yield
     finally:

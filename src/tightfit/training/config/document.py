@@ -3,6 +3,7 @@
 `python -m tightfit.training.config.document > docs/configuration.md` writes it.
 """
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -35,15 +36,15 @@ a default. On the command line, `key=value` overrides the file's value: `trainin
 _PAGES = (
     ("model", "", DecoderConfig, "The reference decoder."),
     ("model", ", with a path", PretrainedModel, "A causal language model from `transformers`."),
-    ("model.adapter", ", with a path", AdapterConfig, AdapterConfig.__doc__),
-    ("data", "", DataConfig, DataConfig.__doc__),
-    ("training", "", TrainingConfig, TrainingConfig.__doc__),
-    ("training.grpo", "", GrpoConfig, GrpoConfig.__doc__),
-    ("memory", "", MemoryConfig, MemoryConfig.__doc__),
-    ("memory.recompute", "", RecomputeConfig, RecomputeConfig.__doc__),
-    ("output", "", OutputConfig, OutputConfig.__doc__),
-    ("checkpoint", "", CheckpointConfig, CheckpointConfig.__doc__),
-    ("distil", ", for `tightfit distil`", DistilConfig, DistilConfig.__doc__),
+    ("model.adapter", ", with a path", AdapterConfig, inspect.getdoc(AdapterConfig)),
+    ("data", "", DataConfig, inspect.getdoc(DataConfig)),
+    ("training", "", TrainingConfig, inspect.getdoc(TrainingConfig)),
+    ("training.grpo", "", GrpoConfig, inspect.getdoc(GrpoConfig)),
+    ("memory", "", MemoryConfig, inspect.getdoc(MemoryConfig)),
+    ("memory.recompute", "", RecomputeConfig, inspect.getdoc(RecomputeConfig)),
+    ("output", "", OutputConfig, inspect.getdoc(OutputConfig)),
+    ("checkpoint", "", CheckpointConfig, inspect.getdoc(CheckpointConfig)),
+    ("distil", ", for `tightfit distil`", DistilConfig, inspect.getdoc(DistilConfig)),
 )
 
 
