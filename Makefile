@@ -12,7 +12,7 @@ CARD_BIN := $(CARD)/bin
 CARD_READY := $(CARD)/.ready
 ON_CARD := $(CARD_BIN)/python -m tightfit.devices.nullcard rtx4090
 
-.PHONY: demo test test-beside-card test-card test-real-card test-all check docs dist published benchmarks environment clean
+.PHONY: demo test test-browser test-beside-card test-card test-real-card test-all check docs dist published benchmarks environment clean
 
 environment: $(READY)
 
@@ -62,6 +62,12 @@ demo: $(READY)
 # CALIBRATION=slow-products, slow-memory or busy-hour: other made-up figures of the CPU (tests/made_up_devices.py)
 test: $(READY)
 	$(BIN)/python -m pytest --durations=25 $(if $(CALIBRATION),--calibration $(CALIBRATION))
+
+# The page of `tightfit explore` as a reader has it. Chromium is the system's: apt install chromium.
+test-browser: $(READY)
+	command -v chromium || command -v chromium-browser || command -v google-chrome
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -n 0 -m 'slow or not slow' tests/explorer/test_in_browser.py
 
 # A part of the suite where a card is visible, with PyTorch's CUDA build: the suite's subject is the CPU all the same.
 test-beside-card: $(CARD_READY)

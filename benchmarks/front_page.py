@@ -19,7 +19,6 @@ import tempfile
 from accuracy_page import RESULTS, Record, gpu_page, published_errors
 from environment import ROOT, environment
 
-ROWS = 2  # of the answer
 FIT = "tightfit fit --model llama-3.1-8b --device rtx3060-12 --seq-len 2048"
 ANSWER, PICTURE = RESULTS / "front_page.json", ROOT / "docs" / "front_page.png"
 PAGES = {"en": ROOT / "README.md", "zh": ROOT / "README.zh-CN.md"}
@@ -109,8 +108,7 @@ def of_a_card(words: str) -> str:
 def fit(record: Record) -> str:
     """The command and the beginning of its answer: what fits."""
     lines = record["fit"]
-    after = (f"{ROWS + 1}  ", "The nearest that do not fit")
-    end = next(n for n, line in enumerate(lines) if line.startswith(after))
+    end = lines.index("The nearest that do not fit, with what they need:")
     shown = "\n".join(lines[:end]).rstrip()
     return "\n".join(["```", f"$ {FIT}", shown, "...", "```"])
 

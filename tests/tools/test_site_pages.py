@@ -103,6 +103,8 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(site):
             r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"(https?:[^\"]*)", page.read_text()
         )
         assert not loaded, page
+    index = (ROOT / "site" / "search" / "search_index.js").read_text("utf-8")  # no request
+    assert "offloaded_adamw" in index
     assert 300_000 < first_load(ROOT / "site" / "index.html") <= FIRST_LOAD
 
 
