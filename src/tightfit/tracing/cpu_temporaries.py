@@ -164,6 +164,7 @@ def _overloads(names: str) -> frozenset[str]:
 
 
 MEASURED, COPYING = _CONVOLUTIONS | _overloads(_MEASURED), _overloads(_COPYING)
+PIVOTED = _overloads("linalg_ldl_solve lu_unpack")  # LAPACK counts rows from 1: a row 0 lies before the matrix
 LARGEST_RUN = 16 * 2**20  # bytes of operands and results; larger calls are extrapolated from two small batches
 LARGEST_WHOLE_RUN = 256 * 2**20  # the same of calls that cannot be made smaller
 
@@ -224,9 +225,9 @@ def _with_batch(call: Any, batch: int, size: int, tensors: int) -> Any:
 
 def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
     """The bytes that a call on zeros allocates beside its results, or on ones where zeros are refused, as probabilities
-    and pivots are; None if it can run on neither.
+    are, or would be written elsewhere (PyTorch 2.11 passes pivots on unchecked); None if it can run on neither.
     """
-    found = _run_on(torch.zeros, operator, args, kwargs)
+    found = None if str(operator) in PIVOTED else _run_on(torch.zeros, operator, args, kwargs)
     return _run_on(torch.ones, operator, args, kwargs) if found is None else found
 
 
