@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tightfit.levers.micro_batch import as_parts
+from tightfit.runtime.internals import installed_release
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import round_size
 from tightfit.tracing.cuda.workspace import cuda_workspace
@@ -96,7 +97,8 @@ def test_group_norm_keeps_a_scale_and_a_shift_of_every_channel_while_it_runs():
     assert group_norm(source, weighted=True) == 2 * 4 * 128 * 64
     assert group_norm(source, weighted=False) == 0
     half = shape(128, 64, 512, dtype=torch.bfloat16)
-    assert group_norm(half, weighted=False) == 2 * 4 * 128 * 4
+    in_fp32 = installed_release() >= (2, 13)  # statistics of 16-bit inputs
+    assert group_norm(half, weighted=False) == (2 * 4 * 128 * 4 if in_fp32 else 0)
     assert group_norm(shape(128, 64, 1), weighted=True) == 0
 
 

@@ -125,7 +125,9 @@ def test_a_large_call_is_extrapolated_from_two_small_batches():
 
 def test_a_call_that_refuses_zeros_runs_on_ones_or_says_that_it_could_not():
     matrix, pivots = TensorShape((4, 4), (1, 4), torch.float32), TensorShape((4,), (1,), torch.int32)
-    assert measured_scratch(torch.ops.aten.linalg_ldl_solve.default, (matrix, pivots, matrix), {}, [])
+    assert measured_scratch(torch.ops.aten.linalg_ldl_solve.default, (matrix, pivots, matrix), {}, []) is not None
+    probabilities = TensorShape((4, 8), (8, 1), torch.float32)
+    assert measured_scratch(torch.ops.aten.multinomial.default, (probabilities, 2), {}, [])
     empty, index = TensorShape((0, 4), (4, 1), torch.float32), TensorShape((2,), (1,), torch.int64)
     assert measured_scratch(torch.ops.aten.index_select.default, (empty, 0, index), {}, []) is None
 

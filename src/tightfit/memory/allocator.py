@@ -90,7 +90,10 @@ def _cuda_peak(step: Callable[[], Any], device: torch.device) -> int:
 def cpu_rise(step: Callable[[], Any]) -> int:
     """The highest point of the CPU allocator's record during the step, relative to its start; at least zero."""
     with _silent_kineto():
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        # PyTorch 2.11 warns where events of several cycles are not kept. There is one cycle.
+        profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
         with profile:
             step()
     return recorded_rise(profile).highest

@@ -10,6 +10,7 @@ from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_map_only
 
 from tightfit.ops import flex
+from tightfit.runtime.internals import installed_release
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing import recurrent
 from tightfit.tracing.unbacked import unbacked_tensor
@@ -442,6 +443,16 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
     return found.contiguous(memory_format=formats.pop()) if formats else found
 
 
+def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+    found = aten.convolution_backward.default(gradient, x, weight, *rest)
+    if installed_release() >= (2, 13) or torch.float64 in (x.dtype, weight.dtype):
+        return found
+    # The meta kernel of earlier releases has the layout of the gradient that came; kernels have that of forward.
+    formats = {suggest_memory_format(x), suggest_memory_format(weight)} & {torch.channels_last, torch.channels_last_3d}
+    layout = formats.pop() if formats else torch.contiguous_format
+    return *(None if each is None else each.contiguous(memory_format=layout) for each in found[:2]), found[2]
+
+
 def _as_input(grad: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
     return torch.empty_like(source)
 
@@ -452,6 +463,7 @@ def _fake_quantize(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
 
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
     # Those without a meta kernel. Source: ATen/native/LossMultiMargin.cpp, LossMultiLabelMargin.cpp, quantized/
     aten.multi_margin_loss_backward.default: _as_input,
     aten.multilabel_margin_loss_backward.default: _as_input,

@@ -206,7 +206,7 @@ def kernels_replaced(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> 
                 namespace, _, name = qualified.partition("::")
                 if namespace not in libraries:
                     libraries[namespace] = torch.library.Library(namespace, "IMPL")
-                libraries[namespace].impl(name, kernel, key)
+                libraries[namespace].impl(name, kernel, key, allow_override=True)  # of a Python kernel too
         yield
     finally:
         for library in libraries.values():
