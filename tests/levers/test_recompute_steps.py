@@ -14,6 +14,8 @@ from trap_levers import LEVERS
 from exactness import assert_bit_equal, run, sum_of_squares
 from tightfit.errors import RecomputeError
 from tightfit.levers.recompute import recompute
+from tightfit.levers.recompute.replay import ALONE, references_to_value
+from tightfit.levers.recompute.values import Reference
 
 for cases in ("trap_state", "trap_memory", "trap_modules"):
     importlib.import_module(cases)  # registers its blocks
@@ -233,3 +235,15 @@ def test_recompute_draws_nothing_from_a_generator_that_the_user_seeds_before_bac
     plain, frugal = both(CASES["dropout"].build, "whole blocks", loss)
     assert_bit_equal(plain, frugal)
     assert torch.equal(frugal.random_states["torch"], torch.Generator().manual_seed(99).get_state())
+
+
+def test_a_value_that_another_one_knows_is_never_taken_for_private():
+    for _ in range(2000):  # code that ran often is specialised, and may count otherwise
+        alone = Reference(object(), None)
+        assert references_to_value(alone) <= ALONE
+        other = alone.value
+        assert references_to_value(alone) > ALONE
+        del other
+        held = [alone.value]
+        assert references_to_value(alone) > ALONE
+        del held

@@ -3,11 +3,12 @@
 import sys
 from collections import deque
 from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 
 from tightfit.levers.activity import recomputation
-from tightfit.levers.recompute.values import Fetch, Operation, Product, Reference, whole_storage
+from tightfit.levers.recompute.values import Fetch, Operation, Product, Reference, Root, whole_storage
 from tightfit.runtime.internals import NoAutocast, function_switches, switched_as
 
 
@@ -72,12 +73,26 @@ def rerun(operation: Operation | Fetch, present: tuple) -> None:
 
 def private_base(reference: Reference) -> torch.Tensor:
     """The content of an argument that the operation writes into, in memory that nothing else reads."""
-    value = reference.value
-    # Three references (the recorded one, `value`, and getrefcount's argument): only this operation knows the product,
-    # so it may write into the memory without a copy.
-    if isinstance(value, Product) and value.content is not None and not value.lent and sys.getrefcount(value) <= 3:
-        return value.content
-    return whole_storage(value.base()).clone()
+    # Where only this operation knows the product, it may write into the memory without a copy.
+    if is_recomputed(reference.value) and references_to_value(reference) <= ALONE:
+        return reference.value.base()
+    return whole_storage(reference.value.base()).clone()
+
+
+def is_recomputed(value: Root | Product) -> bool:
+    """True for a value in memory that the executor alone knows."""
+    return isinstance(value, Product) and value.content is not None and not value.lent
+
+
+def references_to_value(reference: Reference) -> int:
+    """The references to the value of a `Reference`: its own, others, and those that counting takes."""
+    return sys.getrefcount(reference.value)
+
+
+# Of a value that nothing else knows. Counted, and not known: Python 3.14 passes local variables on without a reference
+# of their own, and code that ran often may count otherwise than before. Too low a number costs a copy, too high a one
+# writes into memory that others read.
+ALONE = min(references_to_value(Reference(cast(Any, object()), cast(Any, None))) for _ in range(256))
 
 
 def give(product: Product | None, content: torch.Tensor) -> None:
