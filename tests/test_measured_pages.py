@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = {
     "zoo.md": ("zoo_page", "zoo.json", lambda record: (record["results"], record["environment"])),
     "budgets.md": ("budgets", "budgets.json", lambda record: (record["results"], record["environment"])),
-    "compression_results.md": ("compression", "compression.json", lambda record: (record,)),
+    "compression_results.md": ("compressed", "compression.json", lambda record: (record,)),
     "optimizers.md": ("optimizers", "optimizers.json", lambda record: (record,)),
 }
 

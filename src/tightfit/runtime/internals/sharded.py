@@ -81,7 +81,8 @@ def _reset_group(group: Any) -> None:
     group._training_state = type(group._training_state).IDLE
     for parameter in group.fsdp_params:
         parameter.to_sharded()
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # since torch 2.15 the gradient of the whole, below
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
     group._sharded_state = type(group._sharded_state).SHARDED

@@ -5,7 +5,7 @@ eighth file is held out. With --model it is the model in a Hugging Face folder, 
 that `tightfit prune` prints: parameters, bytes on disk, peaks of inference and of a training step (predicted, and by
 the CPU allocator's record), tokens a second of one forward, perplexity.
 
-    python benchmarks/compression.py [--model FOLDER --name NAME] [--methods "NAME;..."] [--steps 1500] [--small]
+    python benchmarks/compressed.py [--model FOLDER --name NAME] [--methods "NAME;..."] [--steps 1500] [--small]
                                      [--output results.json] [--page docs/compression_results.md]
 
 A healed row is a pruned model that was distilled from the unpruned one; beside it is a model of the pruned shape with
@@ -325,7 +325,7 @@ def add_note(path: Path, model: str, note: str) -> None:
 HEAD = """\
 # Compression, measured
 
-Written by `python benchmarks/compression.py --page docs/compression_results.md` from
+Written by `python benchmarks/compressed.py --page docs/compression_results.md` from
 `benchmarks/results/compression.json`. Each row is the report of one command. Perplexity is on text that was neither
 trained on nor calibrated with: files of the Python standard library. Peaks are of one row of tokens: of a generation,
 and of a training step with AdamW. Quantised models take no training step. Rows that say so were healed: distilled from
