@@ -132,7 +132,8 @@ def test_parts_ranked_without_a_text_are_said_to_be(tmp_path):
     done = subprocess.run([*command, "--seq-len", "16"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--calibration FILE ranks parts by what they do on a text" in " ".join(done.stdout.split())
-    assert done.stderr == "", "bars of transformers are no lines of a log"
+    own = done.stderr.partition("nanobind: ")[0]  # Triton's bindings complain at the end of Python 3.14
+    assert own == "", "bars of transformers are no lines of a log"
 
 
 SLOW = pytest.mark.slow  # the same road with another model and a text

@@ -231,19 +231,22 @@ class Passing(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_plain_attention_makes_numbers_of_a_boolean_mask_and_adds_them_anew_under_a_mode(watched):
+def test_plain_attention_makes_numbers_of_a_boolean_mask_and_adds_them_anew_under_a_mode():
     batch = {"x": torch.randn(2, 4, 512, 64), "mask": torch.ones(512, 512, dtype=torch.bool).tril()}
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        with Passing() if watched else contextlib.nullcontext():
-            return model(**batch).sum()
+    def level(watched: bool) -> int:
+        """Where the mask is added to the products."""
 
-    trace = traced(Attending(), batch, CudaRole((7, 5), 40), "fp32", loss=loss)
-    operators = [o.name for o in trace.operators]
-    assert "aten.where.self" in operators
-    place = operators.index("aten.add.Tensor", operators.index("aten.bmm.default"))
-    assert (trace.levels[place] > trace.levels[place - 1]) == watched
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            with Passing() if watched else contextlib.nullcontext():
+                return model(**batch).sum()
+
+        trace = traced(Attending(), batch, CudaRole((7, 5), 40), "fp32", loss=loss)
+        operators = [o.name for o in trace.operators]
+        assert "aten.where.self" in operators
+        return trace.levels[operators.index("aten.add.Tensor", operators.index("aten.bmm.default"))]
+
+    assert level(watched=True) - level(watched=False) == 2 * 4 * 512 * 512 * 4
 
 
 def test_a_weight_is_cast_once_within_a_region_and_anew_in_the_next():
@@ -377,7 +380,8 @@ def test_a_number_that_python_writes_into_a_part_of_a_tensor_stays_on_the_host()
             return self.embedding(shifted).sum()
 
     trace = traced(Shifted(), (torch.zeros(2, 8, dtype=torch.int64),), A100, None, loss=lambda m, batch: m(*batch))
-    place = [o.name for o in trace.operators].index("aten.fill_.Tensor")
+    fills = [o.name.startswith("aten.fill_.") for o in trace.operators]  # of a tensor, or since torch 2.15 of a number
+    place = fills.index(True)
     assert trace.levels[place] == trace.levels[place - 1]
 
 
