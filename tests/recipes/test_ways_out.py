@@ -136,9 +136,9 @@ def test_levers_that_were_not_allowed_are_a_way_where_activations_are_too_large(
     error = refused(decoder(num_layers=2, hidden_size=32), token_batch(4, 32), "0.7x", levers=["tile"])
     finder = ways_out.Finder(error.refusal)
     finder.try_exact()
-    way = next(way for way in finder.ways if way.name == "levers exact, tile, offload")
+    way = next(way for way in finder.ways if way.name == "levers exact, tile, offload, stream")
     assert way.fits
-    assert way.flags == "--levers exact,tile,offload"
+    assert way.flags == "--levers exact,tile,offload,stream"
     assert way.plan().peak_bytes <= error.refusal.search.budget_bytes
 
 
