@@ -163,12 +163,13 @@ def test_every_lever_is_offered_and_other_optimizers_too(remedied):
         "tiles",
         "offload all",
         "blocks compiled",
+        "blocks streamed",
         "adafactor",
         "adapters",
     )
     assert [word for word in offers if word not in names] == [], remedied.advice
     assert "low-rank adapters" in names
-    assert len(lever_types()) == 7, "a suggestion of the new lever belongs above (capture saves time and has none)"
+    assert len(lever_types()) == 8, "a suggestion of the new lever belongs above (capture saves time and has none)"
 
 
 def test_a_model_without_blocks_head_or_rows_to_split_is_offered_other_optimizers_alone():
