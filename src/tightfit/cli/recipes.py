@@ -72,7 +72,7 @@ def fit(
 
     [dim]tightfit fit --model llama-3.1-8b --device rtx4090 --seq-len 2048[/]
 
-    [dim]tightfit fit examples/quickstart.yaml --device rtx3060 --pick 1 --output run.yaml[/]
+    [dim]tightfit fit examples/quickstart.yaml --device rtx3060 --budget 100% --output run.yaml[/]
     """
     if pick is not None and output is None:
         raise InputError("--pick says which recipe --output writes, which is not given: give a file")
