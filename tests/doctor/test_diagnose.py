@@ -205,15 +205,21 @@ def squares(model, batch):
     return model(*batch).square().sum()
 
 
-@pytest.mark.slow  # a training that is watched
-def test_a_watch_is_compared_with_what_was_expected():
-    model, batch = decoder(), token_batch()
+def watched(model, batch, loss):
+    """A monitor of three steps, and their optimizer."""
     optimizer = torch.optim.AdamW(model.parameters())
     with tightfit.monitor(model, optimizer) as watch:
         for _ in range(3):
-            model_loss(model, batch).backward()
+            loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+    return watch, optimizer
+
+
+@pytest.mark.slow  # a training that is watched
+def test_a_watch_is_compared_with_what_was_expected():
+    model, batch = decoder(), token_batch()
+    watch, optimizer = watched(model, batch, model_loss)
     found = tightfit.diagnose(watch, model=model, batch=batch, optimizer=optimizer)
     assert found.peak_bytes == found.expected_bytes == watch.peak_bytes
     assert (found.phase, found.category) == ("backward", "activations")
@@ -223,12 +229,7 @@ def test_a_watch_is_compared_with_what_was_expected():
 
 def test_a_watch_of_another_model_is_said_to_be_one():
     model, batch = torch.nn.Linear(4, 4), (torch.ones(2, 4),)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with tightfit.monitor(model, optimizer) as watch:
-        for _ in range(3):
-            squares(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    watch, optimizer = watched(model, batch, squares)
     own = tightfit.diagnose(watch, model=model, batch=batch, loss=squares, optimizer=optimizer)
     assert not any("parameters differ" in line for line in own.findings)
     other = tightfit.diagnose(watch, model=decoder(), batch=token_batch())

@@ -263,7 +263,7 @@ class Finder:
                 while room:
                     (key, spec), *larger = room
                     found, excess = self.on_card(key, spec, recipe, levers)
-                    # What one card lacks, the next one has more: of sixteen gibibytes the list has four kinds.
+                    # The next one has what this one lacks: the list has several cards of about one size.
                     room = [each for each in larger if each[1].memory_bytes >= spec.memory_bytes + excess]
                     if found.fits or not room:
                         self.ways.append(found)

@@ -439,8 +439,13 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
     found = aten.convolution.default(x, weight, *rest)
     if simulation.of_cuda and torch.float64 in (x.dtype, weight.dtype):
         return found
+    layout = _layout_of_convolution(x, weight)
+    return found if layout is torch.contiguous_format else found.contiguous(memory_format=layout)
+
+
+def _layout_of_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
     formats = {suggest_memory_format(x), suggest_memory_format(weight)} & {torch.channels_last, torch.channels_last_3d}
-    return found.contiguous(memory_format=formats.pop()) if formats else found
+    return formats.pop() if formats else torch.contiguous_format
 
 
 def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
@@ -448,8 +453,7 @@ def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch
     if installed_release() >= (2, 13) or torch.float64 in (x.dtype, weight.dtype):
         return found
     # The meta kernel of earlier releases has the layout of the gradient that came; kernels have that of forward.
-    formats = {suggest_memory_format(x), suggest_memory_format(weight)} & {torch.channels_last, torch.channels_last_3d}
-    layout = formats.pop() if formats else torch.contiguous_format
+    layout = _layout_of_convolution(x, weight)
     return *(None if each is None else each.contiguous(memory_format=layout) for each in found[:2]), found[2]
 
 
