@@ -11,6 +11,7 @@ is recorded with its error, and the next one runs. Beyond `--minutes` no further
 import argparse
 import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--minutes", type=float, default=8.5, help="default: 8.5")
     parser.add_argument("--together", type=int, default=1, help="cases that are predicted at a time (default: 1)")
+    parser.add_argument("--pause", action="store_true", help="measure when a line comes from the standard input")
     options = parser.parse_args(arguments)
     if not options.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --small runs a few cases on the CPU")
@@ -145,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         running = [Running(case, device, results) for case in cases[first : first + options.together]]
         for each in running:
             each.predicted()
+        if options.pause:
+            print("prepared", flush=True)
+            sys.stdin.readline()
         for number, each in enumerate(running, first + 1):
             each.measured()
             print(f"{number}/{len(cases)} {line(each.row)}", flush=True)

@@ -3,8 +3,9 @@
 python -m benchmarks.gpu.equal_memory --output benchmarks/results/gpu_equal_memory.json
 python -m benchmarks.gpu.equal_memory --small --output /tmp/small.json        (on the CPU)
 
-Each model has a process of its own. All of them measure peaks and make plans side by side; then one after the other
-takes time, with `--pause` when a line comes from the standard input: before that the machine may do other things.
+Each model has a process of its own. All of them measure peaks side by side, each plan is made in a process of its own;
+then one after the other takes time, with `--pause` when a line comes from the standard input: before that the machine
+may do other things.
 
 Ways take turns in rounds: each warms up, then its steps are timed. A ratio is the median of the ratios to PyTorch's
 checkpoint of every block within one round. Peaks are the allocator's own. A way that fails is kept with its reason.
@@ -14,10 +15,12 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,7 +34,7 @@ from benchmarks.gpu.measuring import fresh_device
 from benchmarks.peer_trainings import PEERS, REFERENCE, Steps, applied
 from torch import nn
 
-from tightfit import TokenBatch, plan, recompute
+from tightfit import Plan, TokenBatch, plan, recompute
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit
 from tightfit.optim.by_name import build_optimizer
@@ -44,8 +47,7 @@ SMALL = {"tiny": (4, 96)}
 OTHERS = tuple(name for name in PEERS if "checkpoint" in name and "'" not in name)
 AT = (REFERENCE, "torch.utils.checkpoint, every 2nd block", "selective checkpoint, every 2nd product kept")
 SHARES = ("0.5x", "0.25x")  # of the plain peak
-LEVERS: dict[str, str | list[str]] = {"exact": "exact", "rounding": "rounding"}
-CAPTURED: dict[str, list[str]] = {"captured": ["exact", "capture"], "captured rounding": ["rounding", "capture"]}
+LEVERS = ("exact", "rounding")
 ROUNDS, WARM_UP, TIMED = 3, 1, 2
 
 
@@ -71,8 +73,9 @@ class CaseSteps(Steps):
 class Way:
     """One way to run the step: what it applies, and what was measured of it."""
 
-    def __init__(self, applied: Callable[[], Any], micro_batches: int = 1, **figures: Any):
-        self.applied, self.micro_batches, self.figures = applied, micro_batches, figures
+    def __init__(self, applied: Callable[[], Any], **figures: Any):
+        self.applied, self.figures = applied, figures
+        self.micro_batches = figures.get("micro_batches", 1)
         self.rounds: list[float] = []
 
     def measure_peak(self, steps: Steps) -> None:
@@ -125,30 +128,47 @@ def prepared(steps: CaseSteps) -> Iterator[tuple[str, Way]]:
         way.measure_peak(steps)
         yield title, way
     budgets = [(f"at the peak of {peer}", ways[peer].figures.get("peak_bytes")) for peer in AT]
-    planned = [(where, peak + UNSEEN_BYTES) for where, peak in budgets if peak] + [(f"at {s}", s) for s in SHARES]
-    dry = build_dry(MODELS[steps.name].build)
-    kinds = LEVERS if steps.name in LARGE else LEVERS | CAPTURED
-    for (where, budget), (kind, levers) in itertools.product(planned, kinds.items()):
-        way = planned_way(model, dry, steps.shape, levers, budget, steps.device)
-        if "error" not in way.figures:
-            way.measure_peak(steps)
-        yield f"plan {kind} {where}", way
+    named = [(where, peak + UNSEEN_BYTES) for where, peak in budgets if peak] + [(f"at {s}", s) for s in SHARES]
+    wanted = [
+        (f"plan {levers} {where}", budget, levers) for (where, budget), levers in itertools.product(named, LEVERS)
+    ]
+    processes = min(len(wanted), max(1, (os.cpu_count() or 1) // len(SIZES)))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        asked = [
+            pool.submit(planned, steps.name, steps.shape, levers, budget, steps.device.type)
+            for _, budget, levers in wanted
+        ]
+        for (title, _, _), answer in zip(wanted, asked, strict=True):
+            written, figures = answer.result()
+            way = Way(nullcontext, **figures) if written is None else planned_way(model, written, figures)
+            if written is not None:
+                way.measure_peak(steps)
+            yield title, way
 
 
-def planned_way(model: nn.Module, dry: nn.Module, shape: TokenBatch, levers: Any, budget: Any, device: Any) -> Way:
+def planned(
+    name: str, shape: TokenBatch, levers: str, budget: Any, device: str
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """A plan as it is written, None if none fits, and its figures."""
     began = time.perf_counter()
     try:
-        made = plan(dry, shape, budget, levers=levers, precision="bf16", device=device.type)
+        made = plan(build_dry(MODELS[name].build), shape, budget, levers=levers, precision="bf16", device=device)
     except CannotFit as error:
-        return Way(nullcontext, error=str(error).splitlines()[0])
-    return Way(
-        lambda: made.apply(model),
-        made.micro_batches,
-        budget_bytes=made.budget_bytes,
-        predicted_bytes=made.peak_bytes,
-        predicted_seconds=made.step_seconds,
-        planning_seconds=time.perf_counter() - began,
-    )
+        return None, {"error": str(error).splitlines()[0]}
+    return made.to_dict(), {
+        "budget_bytes": made.budget_bytes,
+        "predicted_bytes": made.peak_bytes,
+        "predicted_reserved_bytes": made.planned.reserved_bytes,
+        "predicted_seconds": made.step_seconds,
+        "levers": [lever.name for lever in made.levers],
+        "micro_batches": made.micro_batches,
+        "planning_seconds": time.perf_counter() - began,
+    }
+
+
+def planned_way(model: nn.Module, written: dict[str, Any], figures: dict[str, Any]) -> Way:
+    made = Plan.from_dict(json.loads(json.dumps(written)))
+    return Way(lambda: made.apply(model), **figures)
 
 
 def line(title: str, figures: dict[str, Any]) -> str:
@@ -191,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pipe in running:
         pipe.recv()
     if options.pause:
+        print("prepared", flush=True)
         sys.stdin.readline()
     for pipe in running:
         pipe.send("now")

@@ -194,7 +194,8 @@ def plan(
             also `"chunked_loss"`. In a process of torchrun that has called `init_process_group`, `parallel="ddp"` is
             enough: all ranks call `plan` alike, rank 0 makes the plan, and all get it.
         steps: How often the step will run. If that repays the seconds of recording, a plan also uses the exact lever
-            `"capture"`, wherever `"recompute"` is allowed.
+            `"capture"`, wherever `"recompute"` is allowed. None: so does a plan for a card of which that saves a
+            twentieth of each step.
 
     Returns:
         The plan, with its predicted peak in bytes and its step time in seconds. `plan.apply(model)` puts it in force.

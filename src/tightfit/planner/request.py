@@ -325,12 +325,15 @@ class Request:
         return kind.name in self.levers or self.may_repay(kind)
 
     def may_repay(self, kind: type[Lever]) -> bool:
-        """True if a plan may use the lever, which nobody named, if the number of steps repays its preparation."""
+        """True if a plan may use the lever, which nobody named, if the steps to come repay its preparation.
+
+        How many those are must be known on a CPU, where it gains little.
+        """
         is_alike = kind.repaid_beside is not None and kind.repaid_beside in self.levers
         return (
             is_alike
             and kind.name not in self.levers
-            and self.steps is not None
+            and (self.steps is not None or self.device.kind == "cuda")
             and self.world is None
             and kind.refusal(self.device) is None
         )

@@ -3,18 +3,20 @@
 import math
 from dataclasses import replace
 
-from tightfit.levers.recompute import KEEP_ALL, Policy
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.planner.blocks.captured import priced_as_captured, saved_seconds
 from tightfit.planner.blocks.solve import peak, solve
-from tightfit.planner.levers import CapturedBlocks, Role, Stream
+from tightfit.planner.levers import CapturedBlocks, Recompute, Role, Stream
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.search import Search
-from tightfit.units import format_seconds
 
 LEAST_SAVING = 0.002  # of a step: where capturing saves less by its prices, no trace is spent on it
 LEAST_GAIN = 0.01  # of a step: where a second choice for captured blocks gains less, no trace is spent on it
-WORTH_A_WORD = 0.05  # of a step
+# Of a step of which nobody said how often it runs: recording is repaid once 20 times its seconds were trained. On cards
+# small steps wait for their launches: on an H200 recorded plans were slower than PyTorch's checkpoint, and captured
+# ones up to 1.9 times as fast as it (notes/null-card.md, "The first real card").
+LEAST_SHARE = 0.05
 NEARLY = 0.9  # of the least peak: captured blocks need a few per cent less than recorded ones, at most
 # Of recording blocks before the first step and while planning: 3 s for PyTorch's tracers, and 1 to 2 s for each kind of
 # block and each of its policies (notes/compiled-and-captured.md, "Captured blocks").
@@ -30,7 +32,6 @@ def capture_blocks(search: Search) -> None:
     """
     base = search.solved or search.least
     if base is None or not may_capture(search):
-        _say_what_it_would_save(search)
         return
     if search.best is not None and base.combination == search.mixed:
         return  # captured blocks were options beside compiled ones
@@ -47,9 +48,8 @@ def capture_blocks(search: Search) -> None:
         search.rejected.append(Rejected(CapturedBlocks.title, reason))
         return
     is_solved = base.priced is not None and len(paths) == len(search.paths)
-    if is_solved and search.best is not None:
-        # Recording the policies of the plan so far too would take as long as a trace.
-        _solve_captured(search, base, paths, 0)
+    # Recording the policies of the plan so far too would take as long as a trace.
+    if is_solved and search.best is not None and _solve_captured(search, base, paths, 0):
         return
     candidate = _trace_captured(search, base, base.policies, base.choice, paths)
     if candidate is None:
@@ -57,6 +57,12 @@ def capture_blocks(search: Search) -> None:
     search.consider(candidate, str(candidate.combination))
     if is_solved and base.priced is not None:
         _solve_captured(search, base, paths, peak(base.priced.chain, base.choice) - candidate.peak_bytes)
+    nothing_kept = dict.fromkeys(search.paths, RECOMPUTE_ALL)
+    if search.best is None and base.policies != nothing_kept and search.request.may(Recompute):
+        # What is kept so that blocks are recorded at their least may be more than they need as programs.
+        least = _trace_captured(search, replace(base, priced=None), nothing_kept, (), paths)
+        if least is not None:
+            search.consider(least, f"{least.combination}, blocks recomputed whole")
 
 
 def may_capture(search: Search) -> bool:
@@ -68,36 +74,17 @@ def may_capture(search: Search) -> bool:
 
 def _is_repaid(search: Search) -> bool:
     """True if the steps to come save more seconds than recording takes, by the prices of the fastest plan so far."""
-    if search.best is None or search.request.steps is None:
-        return False
-    best = search.best
-    saved = saved_seconds(best.trace, search.paths, search.request.executor)
-    return search.request.steps * saved >= RECORDING_SECONDS
+    fastest, steps = search.best or search.least, search.request.steps
+    assert fastest is not None, "the plain step was traced"
+    saved = saved_seconds(fastest.trace, search.paths, search.request.executor)
+    return saved >= LEAST_SHARE * fastest.seconds if steps is None else steps * saved >= RECORDING_SECONDS
 
 
-def _say_what_it_would_save(search: Search) -> None:
-    """Note what captured blocks would save on a card, where nobody said how often the step will run.
-
-    There a small step waits for its launches: on an H200 a recorded plan was slower than PyTorch's checkpoint, and a
-    captured one up to 1.9 times as fast as it (notes/null-card.md, "The first real card").
-    """
-    request, best = search.request, search.best
-    if best is None or request.steps is not None or not replace(request, steps=1).may_repay(CapturedBlocks):
-        return
-    saved = saved_seconds(best.trace, search.paths, request.executor)
-    if request.device.kind == "cuda" and saved >= WORTH_A_WORD * best.seconds:
-        reason = (
-            f"would save about {format_seconds(saved)} of each step, after {format_seconds(RECORDING_SECONDS)} of "
-            f"recording: say how many steps will run (steps={math.ceil(RECORDING_SECONDS / saved)} or more), or name "
-            "capture among the levers"
-        )
-        search.rejected.append(Rejected(CapturedBlocks.title, reason))
-
-
-def _solve_captured(search: Search, base: Candidate, paths: tuple[str, ...], room: int) -> None:
+def _solve_captured(search: Search, base: Candidate, paths: tuple[str, ...], room: int) -> bool:
     """Solve the choices inside blocks again, with the prices of captured blocks.
 
-    `room` is the number of bytes that they need less than the recorded blocks of `base`.
+    `room` is the number of bytes that they need less than the recorded blocks of `base`. Returns False if no choice is
+    within the budget by its prices, which may be above the peak that `base` was traced with.
     """
     assert base.priced is not None, "blocks are solved by their prices"
     again = priced_as_captured(base.priced, paths, base.trace, base.combination.micro_batches)
@@ -105,19 +92,21 @@ def _solve_captured(search: Search, base: Candidate, paths: tuple[str, ...], roo
     tried, fits = [base.policies] if room else [], math.inf
     for number in range(SOLVED_AGAIN):
         solution = solve(again.chain, bound)
-        if solution is None or (policies := again.policies(solution.choice)) in tried:
-            return
+        if solution is None:
+            return number > 0
+        if (policies := again.policies(solution.choice)) in tried:
+            return True
         if solution.seconds > fits - LEAST_GAIN * base.seconds:
-            return
+            return True
         tried.append(policies)
         candidate = _trace_captured(search, base, policies, solution.choice, paths)
         if candidate is None:
-            return
+            return True
         candidate = replace(candidate, priced=again)
         search.consider(candidate, f"{candidate.combination}, blocks solved")
         excess = search.excess(candidate)
         if math.isfinite(fits):
-            return
+            return True
         if excess > 0:
             # Twice as far each time: the peak may lie where the prices, which are of recorded blocks, do not see it.
             bound = min(bound, solution.peak_bytes) - excess * 2**number
@@ -125,6 +114,7 @@ def _solve_captured(search: Search, base: Candidate, paths: tuple[str, ...], roo
             # What captured blocks do not take is room for a faster choice.
             fits = solution.seconds
             bound = search.budget_bytes - UNSEEN_BYTES + solution.peak_bytes - candidate.peak_bytes
+    return True
 
 
 def _trace_captured(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from tightfit.planner.levers import Combination, Role, Stream
+from tightfit.planner.search.bisection import halved
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
 
@@ -54,8 +55,8 @@ def _stream(search: Search, base: Combination, settings: Sequence[Stream]) -> No
         stream_at_least(search, base, settings)
         return
     low = fewest(search, base, settings)
-    while seconds(low) == math.inf:  # of so few, the ones that are on the device together take as much
-        low += 1
+    if seconds(low) == math.inf:  # of so few, the ones that are on the device together take as much
+        low = high - halved(lambda resident: seconds(high - resident) < math.inf, 0, high - low)
     for _ in range(HALVINGS):
         middle = (low + high) // 2
         if middle in (low, high):
