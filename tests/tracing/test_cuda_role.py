@@ -12,9 +12,7 @@ from torch.nn import functional as F
 import tiny
 from tightfit import recompute
 from tightfit.levers.micro_batch import as_parts
-from tightfit.optim import low_bit
 from tightfit.runtime.internals import has_kernel, operators_with_kernel
-from tightfit.runtime.simulation import simulation
 from tightfit.step import StepSettings, model_loss
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import round_size
@@ -408,13 +406,6 @@ def test_experts_are_multiplied_in_groups_where_the_card_can(capability, grouped
     trace = traced(model, tiny.token_batch(2, 16), role, None)
     counted = sum(o.name == "aten._grouped_mm.default" and o.phase == "forward" for o in trace.operators)
     assert counted == grouped * len(model.layers)
-
-
-def test_what_an_optimizers_package_makes_when_it_is_imported_is_on_the_host(monkeypatch):
-    depths = []
-    monkeypatch.setattr(low_bit.importlib, "import_module", lambda name: depths.append(simulation.host))
-    low_bit._package("adamw8bit", "bitsandbytes")
-    assert depths == [1]
 
 
 @pytest.fixture

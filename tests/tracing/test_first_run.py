@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import tightfit
+from round_device import round_device
+from tightfit.optim import low_bit
 from tightfit.tracing.build import build_dry
 
 
@@ -96,6 +98,40 @@ def test_an_import_within_the_first_step_keeps_nothing_alive():
     first, second = levels_of_a_fresh_process("")
     assert first == second
     assert [first, second] == levels_of_a_fresh_process("import torch._dynamo")
+
+
+@pytest.fixture
+def late(tmp_path, monkeypatch):
+    """The name of a module that was not imported, which makes a table when it is, and has an optimizer."""
+    name = "brings_a_table"
+    text = "import torch\nTABLE = torch.zeros(2**20)\nclass Plain(torch.optim.SGD):\n    pass\n"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def by_a_package(name):
+    def loss(model, batch):
+        low_bit._package("adamw8bit", name)
+        return model(*batch)
+
+    return {"loss": loss, "optimizer": "sgd"}
+
+
+def by_a_class(name):
+    return {"loss": lambda model, batch: model(*batch), "optimizer": f"{name}:Plain"}
+
+
+@pytest.mark.keeps("process-ran-imported-before")
+@pytest.mark.parametrize("device", ["round", "h100-80"])
+@pytest.mark.parametrize("imported", [by_a_package, by_a_class])
+def test_a_table_that_a_package_makes_when_it_is_imported_is_not_the_steps(late, imported, device):
+    model, batch = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), (torch.zeros(1, 4),)
+    card = round_device() if device == "round" else device
+    first, second = (tightfit.estimate(model, batch, device=card, **imported(late)) for _ in range(2))
+    assert late in sys.modules
+    assert first.peak_bytes == second.peak_bytes
 
 
 def test_who_copies_the_methods_of_tensors_during_a_dry_run_keeps_nothing_of_the_model():

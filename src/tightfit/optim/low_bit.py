@@ -9,7 +9,8 @@ import torch
 
 from tightfit.errors import DeviceError, InputError
 from tightfit.runtime.cpp_compiler import demand_compiler
-from tightfit.runtime.simulation import host_memory, simulation
+from tightfit.runtime.internals import no_modes
+from tightfit.runtime.simulation import simulation
 
 DEVICES = ("cpu", "cuda", "xpu")
 _SMALLEST = (
@@ -87,7 +88,7 @@ def check_device(name: str, groups: Sequence[Any], known: Sequence[str]) -> str:
 
 def _package(name: str, package: str, module: str | None = None) -> Any:
     try:
-        with host_memory():  # what a package makes when it is imported: bitsandbytes has two tables of 16 numbers
+        with no_modes():  # what a package makes when it is imported is not the step's: bitsandbytes has tables
             return importlib.import_module(module or package)
     except ImportError as error:
         raise InputError(f"optimizer {name} needs the package {package}: pip install 'tightfit[lowbit]'") from error

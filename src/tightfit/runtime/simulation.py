@@ -5,9 +5,11 @@ a training in another.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 
 class Simulation(threading.local):
@@ -19,6 +21,7 @@ class Simulation(threading.local):
     in_file: bool = False  # whether new tensors are in a file, which is no memory
     pinned: bool = False  # whether memory that is made there now is pinned
     repeats: int = 1  # how often the operators that run now run in the real step, one after the other
+    state_read: Callable[[Tensor], None] | None = None  # counts a state that was read of a CPU's random generator
     link: Any = None  # copies weights and gradients in the place of `optim.link.Link` (`tracing/copies.py`)
 
     @property

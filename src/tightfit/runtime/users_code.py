@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.runtime.simulation import host_memory
+from tightfit.runtime.internals import no_modes
 
 
 def object_named(
@@ -32,7 +32,7 @@ def object_named(
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        with host_memory():  # tables that a package makes when it is imported are not the step's
+        with no_modes():  # tables that a package makes when it is imported are not the step's
             found: Any = importlib.import_module(module_name)
     except Exception as problem:  # importing runs code that is not ours
         raise error(

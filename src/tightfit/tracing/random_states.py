@@ -1,7 +1,8 @@
-"""Counts the states of the CPU's random generator that a step requests in a dry run.
+"""Counts the states of the CPU's random generators that a step requests in a dry run.
 
-`torch.get_rng_state` allocates 5 kB, and no operator shows it. `torch.utils.checkpoint` holds one state from each
-forward to its backward, and another one while it runs that forward again.
+A state takes 5 kB, and no operator shows it. `torch.utils.checkpoint` holds one from each forward to its backward, and
+another one while it runs that forward again (`torch.get_rng_state`). A lever reads one before each draw that a replay
+repeats, and one before each repetition, for a moment (`GeneratorState.of`).
 """
 
 import threading
@@ -10,17 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
-from tightfit.runtime.simulation import host_memory
+from tightfit.runtime.internals import active_modes
+from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.tracing.dry_run import DryRun
 
-
-class _Counted(threading.local):
-    """The dry run of this thread."""
-
-    report: Callable[[torch.Tensor], None] | None = None  # called with each state of the CPU's generator
-
-
-_counted = _Counted()
+STATE = "random_state"  # the event of a state that is read
 
 
 class _Counting:
@@ -36,8 +31,8 @@ class _Counting:
 
     def __call__(self) -> torch.Tensor:
         state = self._real()
-        if _counted.report is not None:
-            _counted.report(state)
+        if simulation.state_read is not None:
+            simulation.state_read(state)
         return state
 
     def __enter__(self) -> None:
@@ -62,12 +57,20 @@ def random_states_counted(dry: DryRun) -> Iterator[None]:
     """A context in which each state that this thread requests is a storage of the dry run until it is freed."""
 
     def asked(state: torch.Tensor) -> None:
-        with host_memory():
-            dry.see(state)
+        if dry not in active_modes():
+            return  # the dry run's own work, such as a run of one operator for its scratch memory
+        if simulation.of_cuda:
+            with host_memory():
+                dry.see(state)
+            return
+        # An event of its own: a state that is freed before the next operator would be in no level of the record.
+        dry.begin(())
+        dry.see(state)
+        dry.note(STATE, 0.0)
 
     with _counting:
-        _counted.report = asked
+        simulation.state_read = asked
         try:
             yield
         finally:
-            _counted.report = None
+            simulation.state_read = None

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from tightfit.runtime.operators import Traits
-from tightfit.runtime.simulation import host_memory
+from tightfit.runtime.simulation import host_memory, simulation
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -50,7 +50,12 @@ class GeneratorState:
     @classmethod
     def of(cls, generator: torch.Generator) -> "GeneratorState":
         with host_memory():  # whatever the generator's device
-            return cls(generator, generator.get_state().numpy().tobytes())
+            state = generator.get_state()
+            # PyTorch's CPU allocator gives a CPU generator's state its memory, and no operator shows that to a dry run.
+            # The state of a card's generator is 16 bytes on the host. A CPU's generator plays it in a dry run.
+            if simulation.state_read is not None and not simulation.of_cuda:
+                simulation.state_read(state)
+            return cls(generator, state.numpy().tobytes())
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
