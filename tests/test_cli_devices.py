@@ -161,8 +161,33 @@ def test_at_first_use_no_question_waits_for_a_calibration(calibrations, asked):
     command, *options = asked
     outcome = tightfit(command, "--model", "models_by_name:decoder", "--batch-size", 4, "--seq-len", 64, *options)
     assert outcome.code == 0
-    assert "predicted seconds are rough" in outcome.err
+    assert outcome.err.count("predicted seconds are rough") == 1
     assert calibrations == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("plan", "--model", "cpu8", "--seq-len", 8, "--budget", "400MiB", "--maximise", "batch_size", "--html"),
+        ("fit", "--model", "cpu8", "--seq-len", 8, "--optimizer", "sgd", "--dtype", "fp32", "--pick", 1, "--output"),
+    ],
+    ids=lambda asked: asked[0],
+)
+def test_a_question_that_is_planned_again_says_once_that_seconds_are_rough(tmp_path, asked):
+    outcome = tightfit(*asked, tmp_path / "answer.yaml")
+    assert (tmp_path / "answer.yaml").exists()
+    assert outcome.err.count("predicted seconds are rough") == 1
+
+
+def test_a_recipe_for_a_card_in_a_machine_is_planned_for_that_machine(tmp_path):
+    asked = (
+        *("fit", "--model", "cpu8", "--seq-len", 8, "--device", "rtx3060", "--host", "bandwidth=0.5GB/s", "--json"),
+        *("--optimizer", "offloaded_adamw", "--dtype", "fp32", "--precision", "fp32"),
+    )
+    found, written = tightfit(*asked), tightfit(*asked, "--output", tmp_path / "run.yaml")
+    seconds = [outcome.answer["recipes"][0]["step_seconds"] for outcome in (found, written)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
+    assert written.err.count("the host works in its memory") == 1
 
 
 def test_a_question_about_a_card_of_the_list_says_nothing_about_this_cpu(calibrations, tmp_path):

@@ -12,7 +12,7 @@ import typer
 from tightfit.cli import options
 from tightfit.cli.inference import check_inference, inferred
 from tightfit.cli.question import LEVERS, NO_BUDGET, Question
-from tightfit.cli.waiting import Waiting, seldom_collecting
+from tightfit.cli.waiting import Waiting, say, seldom_collecting, unsaid
 from tightfit.errors import BudgetError, InputError, OutputError, VerificationFailed
 
 if TYPE_CHECKING:
@@ -185,7 +185,8 @@ def plan(
             question, largest, levers = maximised(question, maximise, multiple_of, waiting)
         if largest is None or curve or html is not None:
             draws = curve or (html is not None and question.world_size is None)  # a plan of ranks has no curve
-            found = planned(subject_of(question, dry=True), curve=draws)
+            again = subject_of(question, dry=True, notice=say if largest is None else unsaid)
+            found = planned(again, curve=draws)
         else:
             found = largest.plan
         write("plan", found.to_json, output)

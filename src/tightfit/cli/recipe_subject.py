@@ -10,7 +10,7 @@ from tightfit.cli.adapter import adapter_of
 from tightfit.cli.asking import planned
 from tightfit.cli.question import LENGTH, LEVERS, SIZE, Question
 from tightfit.cli.subject import Subject, built, in_host, subject_of
-from tightfit.cli.waiting import say
+from tightfit.cli.waiting import say, unsaid
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
 from tightfit.models.diffusion import is_denoiser
@@ -72,7 +72,8 @@ def refusal(subject: Subject, found: Recipes) -> Refusal:
 
 def planned_as(subject: Subject, outcome: Outcome, path: Path) -> Outcome:
     """The outcome with the figures of the plan of the configuration that was written."""
-    plan = planned(subject_of(Question(config=str(path), device=subject.question.device), dry=True))
+    written_down = Question(config=str(path), device=subject.question.device, host=subject.question.host)
+    plan = planned(subject_of(written_down, dry=True, notice=unsaid))
     return replace(outcome.as_planned(plan, token_count(subject.asked.batch)), micro_batches=outcome.micro_batches)
 
 

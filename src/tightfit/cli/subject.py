@@ -1,7 +1,7 @@
 """The subject of a question, built: a model, a batch, and how their step is computed."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,24 +135,26 @@ def came_from(model: nn.Module, error: BaseException) -> bool:
     return inside and (not last.is_relative_to(PACKAGE) or last.is_relative_to(PACKAGE / "models"))
 
 
-def subject_of(question: Question, *, dry: bool, inference: bool = False) -> Subject:
-    """The subject of a question; a dry one has no weights. Quantised models are for `inference` only. Raises
-    `InputError` and its like for what is wrong.
+def subject_of(
+    question: Question, *, dry: bool, inference: bool = False, notice: Callable[[str], None] = say
+) -> Subject:
+    """The subject of a question; a dry one has no weights. Quantised models are for `inference` only. `notice` is
+    called with what is to be known of the device and of the host. Raises `InputError` and its like for what is wrong.
     """
     subject = built(question, dry=dry, inference=inference)
-    device = lookup(subject.asked.step.device, notice=say)  # said here, if its figures are rough
+    device = lookup(subject.asked.step.device, notice=notice)  # said here, if its figures are rough
     if question.host is not None:
-        subject = replace(subject, asked=in_host(subject.asked, question, device))
+        subject = replace(subject, asked=in_host(subject.asked, question, device, notice))
     if subject.attention == FLASH:
         _demand_flash(device)
     return subject
 
 
-def in_host(asked: Request, question: Question, device: DeviceSpec) -> Request:
+def in_host(asked: Request, question: Question, device: DeviceSpec, notice: Callable[[str], None] = say) -> Request:
     """The step on a card in the machine of `--host`, whose rate is said; its memory is the budget if there is none."""
     assert question.host is not None, "the question has a --host"
     placed, memory = with_host(device, question.host), host_named(question.host).memory_bytes
-    say(placed.host_assumption)
+    notice(placed.host_assumption)
     asked = asked.but(device=placed)
     return asked if memory is None or asked.host_budget is not None else asked.but(host_budget=memory)
 

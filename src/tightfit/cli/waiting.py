@@ -40,6 +40,10 @@ def say(line: str) -> None:
     typer.echo(f"{CLEAR if sys.stderr.isatty() else ''}{line}", err=True)
 
 
+def unsaid(line: str) -> None:
+    """In the place of `say`, for lines that the command has said before."""
+
+
 class Waiting:
     """A context in which calls say what is being done. It is shown with the time since the beginning.
 
