@@ -132,7 +132,7 @@ def prepared(steps: CaseSteps) -> Iterator[tuple[str, Way]]:
     wanted = [
         (f"plan {levers} {where}", budget, levers) for (where, budget), levers in itertools.product(named, LEVERS)
     ]
-    processes = min(len(wanted), max(1, (os.cpu_count() or 1) // len(SIZES)))
+    processes = min(len(wanted), max(1, (os.cpu_count() or 1) // 2))
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         asked = [
             pool.submit(planned, steps.name, steps.shape, levers, budget, steps.device.type)

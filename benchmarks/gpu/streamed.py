@@ -159,6 +159,7 @@ def measure(case: Case, written: Mapping[str, Any], parent: Connection) -> dict[
                 step()
         trained = checksum(model)
         built = time.perf_counter() - began
+        torch.cuda.empty_cache()  # other cases are built meanwhile
         parent.send("prepared")
         parent.recv()
         fresh_device(device)
@@ -167,14 +168,15 @@ def measure(case: Case, written: Mapping[str, Any], parent: Connection) -> dict[
             torch.cuda.set_per_process_memory_fraction((parse_bytes(case.budget) + BESIDE) / total)
         for _ in range(WARM_UP):
             step()
-        torch.cuda.reset_peak_memory_stats(device)
         peak = measured_peak(step, resident_tensors(model, optimizer, batch))
         seconds = [timed(step, device) for _ in range(TIMED)]
+        reserved, host = torch.cuda.max_memory_reserved(device), highest_rss()
+        torch.cuda.set_per_process_memory_fraction(1.0)  # the weights come back
     streams = None if made is None else made.lever(Stream)
     return {
         "peak_bytes": peak,
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "host_peak_bytes": highest_rss(),
+        "reserved_bytes": reserved,
+        "host_peak_bytes": host,
         "step_seconds": statistics.median(seconds),
         "building_seconds": built,
         "streamed_blocks": 0 if streams is None else len(streams.paths),

@@ -31,7 +31,8 @@ from tightfit.tracing.record import Category, StepTrace
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
 SMALL = 1500  # operators of a step that is traced in no time worth naming
-TIGHTENINGS = 6  # how often a plan whose trace is over the budget is solved again
+TIGHTENINGS = 6  # how often a plan whose trace is over the budget, or far within it, is solved again
+LEAST_ROOM = 0.01  # of the budget: prices so far above the trace leave something to use
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 Applied = tuple[Combination, frozenset[tuple[str, Policy]], tuple[str, ...]]  # levers, as a key
@@ -309,15 +310,22 @@ class Search:
         self.take_least(combination, priced)
 
     def take_solution(self, combination: Combination, priced: Priced) -> None:
-        bound = self.budget_bytes - UNSEEN_BYTES
+        if not self.take_within(self.budget_bytes - UNSEEN_BYTES, combination, priced, []):
+            least = least_peak(priced.chain)
+            self.rejected.append(
+                Rejected(f"{combination}, blocks recomputed", "over the budget at its least", least.peak_bytes)
+            )
+
+    def take_within(self, bound: int, combination: Combination, priced: Priced, tried: list[tuple[int, ...]]) -> bool:
+        """Solve within a bound on the prices, and again, until the trace is within the budget and near to it.
+
+        Returns False where the last bound is below the least of the prices.
+        """
         for _ in range(TIGHTENINGS):
             solution = solve(priced.chain, bound)
-            if solution is None:
-                least = least_peak(priced.chain)
-                self.rejected.append(
-                    Rejected(f"{combination}, blocks recomputed", "over the budget at its least", least.peak_bytes)
-                )
-                return
+            if solution is None or solution.choice in tried:
+                return solution is not None
+            tried.append(solution.choice)
             candidate = self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice)
             # Prices are those of single blocks. Only the trace as applied counts against the budget: it also covers the
             # device's room and the worst routing.
@@ -327,9 +335,14 @@ class Search:
                     # The sweep stopped at its widest: the plan reports how much faster another choice could be.
                     self.lower_bound = min(self.lower_bound, candidate.seconds - solution.gap_seconds)
                 self.consider(candidate, f"{combination}, blocks solved")
-                return
+                # Under autocast a block holds copies of its weights that forward's end frees, so prices may be above
+                # the trace. What that leaves of the budget is room for a faster choice.
+                if solution.peak_bytes - candidate.needed_bytes < LEAST_ROOM * self.budget_bytes:
+                    return True
+                excess = candidate.needed_bytes - self.budget_bytes
             # From the solution's own peak: a bound between that and the old bound would give the same solution again.
-            bound = min(bound, solution.peak_bytes) - excess
+            bound = solution.peak_bytes - excess
+        return True
 
     def take_solution_in_memory(self, combination: Combination, priced: Priced) -> None:
         """On CUDA, also try the best choice without offload."""
@@ -344,10 +357,11 @@ class Search:
         # Only while nothing fits: `CannotFit` reports the least peak, and last resorts and segments start from it.
         if self.best is None:
             solution = least_peak(priced.chain)
-            self.consider(
-                self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice),
-                f"{combination}, blocks at their least",
-            )
+            least = self.trace_applied(combination, priced.policies(solution.choice), priced, solution.choice)
+            self.consider(least, f"{combination}, blocks at their least")
+            if self.excess(least) <= 0:
+                room = self.budget_bytes - least.needed_bytes
+                self.take_within(solution.peak_bytes + room, combination, priced, [solution.choice])
 
     def gap_seconds(self, candidate: Candidate) -> float:
         """Seconds by which another choice inside blocks may be faster than the best candidate. Zero if every choice was
