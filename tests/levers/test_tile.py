@@ -144,6 +144,13 @@ def test_under_autocast_the_tiles_are_cast_as_the_whole():
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-3)
 
 
+@pytest.mark.parametrize(("length", "tokens"), [(64, 16), (8, 16)], ids=["tiles", "fewer tokens than a tile"])
+def test_an_estimate_refuses_a_module_with_two_results_by_its_path(length, tokens):
+    model = nn.Sequential(nn.Linear(8, 8), Two())
+    with tile(model, "1", tokens), pytest.raises(LeverError, match=r"1 does not return one tensor \(B, T, m\)"):
+        estimate(model, {"x": torch.randn(2, length, 8)}, loss=lambda m, b: m(b["x"])[0].sum())
+
+
 class Mixing(nn.Module):
     def forward(self, x):
         return x.cumsum(1)

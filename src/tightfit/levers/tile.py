@@ -84,7 +84,14 @@ class TiledForward(FrugalForward):
         if not self.tried and not simulation.is_dry:  # in a dry run there are no numbers to compare
             self.try_out(x)
             self.tried = True
-        return tiled(self.original, x, self.tokens, self.module.parameters())
+        return tiled(self.of_tile, x, self.tokens, self.module.parameters())
+
+    def of_tile(self, part: Tensor) -> Tensor:
+        """The module's result for some tokens. Raises `LeverError` unless it is one tensor with these tokens."""
+        out = self.original(part)
+        if not isinstance(out, Tensor) or out.dim() != 3 or out.shape[:2] != part.shape[:2]:
+            raise LeverError(f"tile: {self.path} does not return one tensor (B, T, m): leave it out of the pattern")
+        return out
 
     @torch.no_grad()
     def try_out(self, x: Tensor) -> None:
@@ -92,10 +99,8 @@ class TiledForward(FrugalForward):
         few = x[:, : 2 * PROBE_TOKENS]
         # The test must not use up random numbers of the training.
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            together = self.original(few)
-            if not isinstance(together, Tensor) or together.dim() != 3 or together.shape[:2] != few.shape[:2]:
-                raise LeverError(f"tile: {self.path} does not return one tensor (B, T, m): leave it out of the pattern")
-            apart = torch.cat([self.original(part) for part in few.split(PROBE_TOKENS, dim=1)], dim=1)
+            together = self.of_tile(few)
+            apart = torch.cat([self.of_tile(part) for part in few.split(PROBE_TOKENS, dim=1)], dim=1)
         if not torch.allclose(
             together.float(), apart.float(), rtol=1e-2, atol=1e-2 * together.float().abs().max().item()
         ):
