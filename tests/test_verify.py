@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from round_device import round_device
 from tightfit import plan, verification, verify
@@ -143,6 +145,43 @@ def test_verification_leaves_the_model_as_it_was():
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(random_state, torch.get_rng_state())
+
+
+def dropping(x):
+    return F.dropout(x, 0.1)
+
+
+DROPPED_BY_FUNCTIONS = {
+    "dropout": dropping,
+    "in place": lambda x: F.dropout(2 * x, 0.1, inplace=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+    "in a checkpoint": lambda x: checkpoint(dropping, x, use_reentrant=False),
+}
+
+
+class Dropping(nn.Module):
+    """Blocks that drop by a function, in training and in evaluation."""
+
+    def __init__(self, drop):
+        super().__init__()
+        torch.manual_seed(0)
+        self.drop, self.blocks = drop, nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + self.drop(torch.tanh(block(x)))
+        return x.square().mean()
+
+
+@pytest.mark.keeps("verify-detects-plan-changes")
+@pytest.mark.parametrize("drop", DROPPED_BY_FUNCTIONS)
+def test_micro_batches_of_a_model_that_drops_by_functions_are_verified_without_dropout(drop):
+    model, batch = Dropping(DROPPED_BY_FUNCTIONS[drop]), {"x": torch.randn(32, 8, 16)}
+    made = plan(model, batch, "0.5x", levers=["micro_batch"], device=round_device())
+    report = verify(model, batch, made)
+    assert made.micro_batches > 1
+    assert report.ok
+    assert report.planned_error < 1e-5
 
 
 @pytest.mark.parametrize("what", ["loss", "buffers"])

@@ -9,6 +9,7 @@ the same function. The planned error may be at most the plain error times the le
 import copy
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from tightfit.planner.levers import ROUNDING_SPREAD, Exactness, Lever, Recompute
 from tightfit.planner.plans import BlockChoice, Plan
 from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
+from tightfit.runtime.dropout import without_dropout
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.tracing.restore import random_states, untouched
@@ -230,11 +232,16 @@ def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> t
         if isinstance(module, nn.modules.batchnorm._NormBase):  # its statistics are those of the batch: parts differ
             module.training = training[name]
     try:
-        exact = at_full_width(copy.deepcopy(model)).double()
-        double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))
-        truth = true_outcome(exact, batch, loss, double_plan)
         plain = run(model, batch, loss, without_levers(plan))
-        planned = run(model, batch, loss, plan)
+        drops = plain.states != random_states()
+        # Functions drop in either mode (`F.dropout(x, 0.1)`). Where none does, no mode is in the way of compiled and
+        # captured blocks.
+        with without_dropout(model) if drops else nullcontext():
+            plain = run(model, batch, loss, without_levers(plan)) if drops else plain
+            exact = at_full_width(copy.deepcopy(model)).double()
+            double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))
+            truth = true_outcome(exact, batch, loss, double_plan)
+            planned = run(model, batch, loss, plan)
     finally:
         for name, module in model.named_modules():
             module.training = training[name]
