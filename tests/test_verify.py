@@ -151,6 +151,19 @@ def dropping(x):
     return F.dropout(x, 0.1)
 
 
+@pytest.mark.keeps("levers-exact-rounding-gradients")
+def test_rounding_is_granted_more_where_few_numbers_are_compared():
+    granted, counts = [], []
+    for hidden in (8, 64):
+        model, batch = decoder(hidden_size=hidden), token_batch()
+        report = verify(model, batch, plan(model, batch, "0.98x", levers=["chunked_loss"], device=round_device()))
+        gradients = torch.autograd.grad(model(**batch).loss, tuple(model.parameters()))
+        counts.append(sum(int(gradient.count_nonzero()) for gradient in gradients))
+        granted.append(report.spread - verification.ROUNDING_SPREAD)
+    assert granted[0] > granted[1] > 0
+    assert granted[0] / granted[1] == pytest.approx((counts[1] / counts[0]) ** 0.5)
+
+
 DROPPED_BY_FUNCTIONS = {
     "dropout": dropping,
     "in place": lambda x: F.dropout(2 * x, 0.1, inplace=True),
