@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_page import RESULTS, ROOT, Record, gpu_page, rows, where
-from benchmark_targets import NO_CARD, Found, is_ours, targets
+from benchmark_targets import Found, is_ours, targets
 from streamed_page import below_the_weights, beside_peers
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -31,7 +31,15 @@ one by one.
 
 # The files, and how each is made anew
 COMMANDS = {
+    "gpu": "python -m benchmarks.gpu --together 50 --output benchmarks/results/gpu.json",
     "gpu_equal_memory": "python -m benchmarks.gpu.equal_memory --output benchmarks/results/gpu_equal_memory.json",
+    "gpu_streamed": "python -m benchmarks.gpu.streamed --plan plans && "
+    "python -m benchmarks.gpu.streamed --run plans --output benchmarks/results/gpu_streamed.json",
+    "gpu_loss_head": "python benchmarks/loss_head.py --device cuda --output benchmarks/results/gpu_loss_head.json",
+    "gpu_no_lever": "python benchmarks/no_lever.py --device cuda --output benchmarks/results/gpu_no_lever.json",
+    "gpu_optimizer_step": "python benchmarks/optimizer_step.py --device cuda "
+    "--output benchmarks/results/gpu_optimizer_step.json",
+    "gpu_offload": "python -m benchmarks.gpu.offload --output benchmarks/results/gpu_offload.json",
     "equal_memory": "python benchmarks/equal_memory.py --output benchmarks/results/equal_memory.json",
     "peers": "python benchmarks/peers.py --output benchmarks/results/peers.json",
     "estimators": "python benchmarks/estimators.py --output benchmarks/results/estimators.json",
@@ -424,6 +432,7 @@ def shown(value: float | None) -> str:
 SECTIONS: dict[str, Callable[[Record], str]] = {
     "equal_memory": equal_memory,
     "gpu_equal_memory": gpu_page.equal_memory_on_a_card,
+    "gpu_streamed": gpu_page.streamed_on_a_card,
     "peers": every_peer,
     "estimators": estimators,
     "ablation": ablation,
@@ -432,17 +441,17 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "host_time": host_time,
     "loss_head": sides(
         "Loss head",
-        "At small size on a CPU. On a card (vocabulary 128256, 16k tokens): " + NO_CARD + ".",
+        "At small size on a CPU. On a card (vocabulary 128256, 16k tokens): T8 among the targets.",
         {"extra_bytes": "extra bytes", "gradient_error": "gradient error"},
     ),
     "offload_step": sides(
         "Offload of activations",
-        "At small size on a CPU, where copies take the cores of the step. On a card: " + NO_CARD + ".",
+        "At small size on a CPU, where copies take the cores of the step. On a card: T9 among the targets.",
         {"activations_of_plain": "activations, of plain"},
     ),
     "optimizer_step": sides(
         "Optimizers",
-        "At small size on a CPU. On a card: " + NO_CARD + ".",
+        "At small size on a CPU. On a card: T10 among the targets.",
         {"bytes_per_parameter": "bytes a parameter"},
     ),
     "streamed": below_the_weights,

@@ -36,7 +36,7 @@ WORDS = {
         "seconds": "| seconds of cards | what others published | {cases} figures "
         "| median {median:.0%}, worst {worst:.0%} |",
         "card": "| peaks on CUDA | [a real {gpu}](docs/accuracy.md#on-a-real-card), its own allocator | {cases} steps "
-        "| median {median:.2%}, worst {worst:.1%}; {over} of {plans} plans over budget ({share:.2%}) |",
+        "| median {median:.2%}, worst {worst:.1%}; {over} of {plans} plans over budget |",
     },
     "zh": {
         "head": "| 预测什么 | 与什么比较 | 数量 | 误差 |",
@@ -48,7 +48,7 @@ WORDS = {
         "| {cases} 个测量值 | 中位数 {median:.4%}，最差 {worst:.2%} |",
         "seconds": "| 显卡上的秒数 | 他人公布的数字 | {cases} 个数字 | 中位数 {median:.0%}，最差 {worst:.0%} |",
         "card": "| CUDA 上的峰值 | [一块真实的 {gpu}](docs/accuracy.md#on-a-real-card) 自己的分配器 | {cases} 个步骤 "
-        "| 中位数 {median:.2%}，最差 {worst:.1%}；{plans} 个计划中 {over} 个超出预算（{share:.2%}） |",
+        "| 中位数 {median:.2%}，最差 {worst:.1%}；{plans} 个计划中 {over} 个超出预算 |",
     },
 }
 
@@ -93,7 +93,7 @@ def accuracy(language: str) -> str:
 def of_a_card(words: str) -> str:
     """The row of the real card."""
     record = results("gpu")
-    peaks, (over, plans, share) = gpu_page.errors(record, "peak_bytes"), gpu_page.plans_above(record)
+    peaks, (over, plans, _) = gpu_page.errors(record, "peak_bytes"), gpu_page.plans_above(record)
     return words.format(
         gpu=record["environment"]["machine"]["gpu"].removeprefix("NVIDIA "),
         cases=len(peaks),
@@ -101,7 +101,6 @@ def of_a_card(words: str) -> str:
         worst=peaks[-1],
         over=over,
         plans=plans,
-        share=share,
     )
 
 

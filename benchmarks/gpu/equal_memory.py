@@ -112,7 +112,8 @@ def compare(name: str, size: int, length: int, device: torch.device, rounds: int
             pairs = zip(base, way.rounds, strict=True)
             way.figures[f"times_as_fast_as_{against}"] = statistics.median(b / own for b, own in pairs)
     found = {title: way.figures for title, way in ways.items()}
-    parent.send({"model": name, "size": size, "length": length, "ways": found})
+    weights = sum(parameter.nbytes for parameter in steps.model.parameters())
+    parent.send({"model": name, "size": size, "length": length, "parameter_bytes": weights, "ways": found})
 
 
 def prepared(steps: CaseSteps) -> Iterator[tuple[str, Way]]:
