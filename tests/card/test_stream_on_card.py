@@ -1,6 +1,7 @@
 """Streamed blocks on CUDA's path: bit-equal, right on cards that work late, and as large as two blocks."""
 
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -20,8 +21,7 @@ from tightfit.runtime.streams import CudaStreams
 
 pytestmark = pytest.mark.usefixtures("values")
 
-
-LATE = "late=0" not in os.environ["TIGHTFIT_NULLCARD"]
+LATE = "late=0" not in os.environ.get("TIGHTFIT_NULLCARD", "late=0")  # not on a real card
 
 
 def on_card(made):
@@ -134,3 +134,32 @@ def test_the_copies_are_waited_for(monkeypatch):
         with pytest.raises(AssertionError, match="differ"):
             assert_bit_equal(plain, outcome(levers))
         torch.cuda.synchronize()
+
+
+@contextmanager
+def full_card():
+    """Not a byte is free."""
+    torch.cuda.empty_cache()
+    taken, sizes = [], [1 << 20, 1 << 14, 512]
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1) / total)
+    while sizes:
+        try:
+            taken.append(torch.empty(sizes[0], dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            del sizes[0]
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_for_which_a_card_has_no_room_stay_on_the_host_when_the_lever_ends(trained):
+    model, x = on_card(trained_blocks.built(torch.float32) if trained else built("fp32"))
+    before = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+    handle = tightfit.stream(model, "layers.*", trained=trained)
+    loss(model, x) if not trained else trained_blocks.of_batch(model, {"x": x})
+    with full_card(), pytest.warns(UserWarning, match="no room for all weights"):
+        handle.undo()
+    kept = {name: weight.device.type for name, weight in model.named_parameters()}
+    assert "cpu" in kept.values()
+    assert all(torch.equal(before[name], weight.cpu()) for name, weight in model.named_parameters())

@@ -7,6 +7,7 @@ comes back, as FSDP2 does with gathered parameters: a saved weight keeps no memo
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -308,7 +309,7 @@ class Ring:
             self.settled().current = -1
 
     def release(self, number: int) -> None:
-        """Have a block's weights on the device for good."""
+        """Have a block's weights on the device for good, or on the host where the device has no room for them."""
         with self.lock:
             block = self.blocks.get(number)
             for tensor in block.tensors if block is not None else ():
@@ -316,16 +317,26 @@ class Ring:
             if block is None or self.window is None:
                 self.blocks.pop(number, None)
                 return
-            if number not in self.window.here:
-                self.bring(number)
-            self.arrive(number)
+            there = self._stays(number)
             for weight in block.weights or ():
-                weight.put(there=True)
+                weight.put(there=there)
                 for storage in (weight.storage, weight.kept.bytes.untyped_storage()):
                     fetch_by(storage, None)
             self.window.here.discard(number)
             self.window.current = -1
             del self.blocks[number]
+
+    def _stays(self, number: int) -> bool:
+        """Bring a block for good. Returns False where the device has no room: its weights are on the host then."""
+        try:
+            if number not in self.settled().here:
+                self.bring(number)
+            self.arrive(number)
+        except torch.OutOfMemoryError:  # what the lever was for: nobody loses a trained model by ending it
+            self.drop(number)
+            warnings.warn(f"stream: {self.device} has no room for all weights: some stay in host memory", stacklevel=2)
+            return False
+        return True
 
     # Copies
 
