@@ -142,7 +142,10 @@ def measure(case: Case, written: Mapping[str, Any], parent: Connection) -> dict[
     with device:
         model = case.build()
     made = None if written["plan"] is None else Plan.from_dict(written["plan"])
-    levers: AbstractContextManager[Any] = nullcontext() if made is None else made.apply(model)
+
+    def levers() -> AbstractContextManager[Any]:
+        return nullcontext() if made is None else made.apply(model)
+
     shape = case.batch(model)
     batch = {name: tensor.to(device) for name, tensor in shape.tensors().items()}
     parts = as_parts(split_batch(batch, 1 if made is None else made.micro_batches), model_loss)
@@ -152,7 +155,7 @@ def measure(case: Case, written: Mapping[str, Any], parent: Connection) -> dict[
         losses.append(float(forward_backward(model, parts, model_loss, "bf16")))
         update(model, optimizer, StepSettings("bf16"))
 
-    with levers:
+    with levers():
         optimizer = build_optimizer(case.optimizer, [p for p in model.parameters() if p.requires_grad])
         with repeatable():
             for _ in range(REPEATED):
@@ -162,6 +165,7 @@ def measure(case: Case, written: Mapping[str, Any], parent: Connection) -> dict[
         torch.cuda.empty_cache()  # other cases are built meanwhile
         parent.send("prepared")
         parent.recv()
+    with levers():  # anew: repeatable kernels are other operators than planned, and blocks had met those
         fresh_device(device)
         if case.budget is not None:
             total = torch.cuda.get_device_properties(device).total_memory
