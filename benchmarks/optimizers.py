@@ -173,7 +173,7 @@ On a card `offloaded_adamw` copies on its own stream. {on_a_card()}
 
 def on_a_card() -> str:
     """What a real card said of optimizers on the host, in a sentence."""
-    record = json.loads((RESULTS.parent / "gpu_optimizer_step.json").read_text("utf-8"))
+    record = json.loads((RESULTS / "gpu_optimizer_step.json").read_text("utf-8"))
     whole, half = (record["sides"][kind]["throughput_of_adamw"] for kind in ("offloaded_adamw", "offloaded_adamw:0.5"))
     preset, size, length = record["case"]
     return (
