@@ -46,7 +46,7 @@ def levers_page() -> str:
 def _row(kind: type[Lever]) -> str:
     used = "where named" if kind.on_request else f"with `{kind.exactness}`"
     if kind.repaid_beside is not None:
-        used += f", or beside `{kind.repaid_beside}` where the number of steps repays it"
+        used += f", or beside `{kind.repaid_beside}` where the steps repay it (on a card: a twentieth of each)"
     return f"| `{kind.name}` | {kind.summary} | {kind.exactness} | {_allowed(kind)} | {used} |\n"
 
 
