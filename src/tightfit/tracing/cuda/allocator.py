@@ -85,7 +85,7 @@ class SegmentPart:
 class _Pool:
     """Free blocks, sorted by size and then by address."""
 
-    keys: list[tuple[int, int]] = field(default_factory=list)
+    keys: list[tuple[int, ...]] = field(default_factory=list)
     blocks: dict[tuple[int, int], SegmentPart] = field(default_factory=dict)
 
     def add(self, block: SegmentPart) -> None:
@@ -99,7 +99,7 @@ class _Pool:
         del self.blocks[key]
 
     def best_fit(self, size: int) -> SegmentPart | None:
-        place = bisect.bisect_left(self.keys, (size, 0))
+        place = bisect.bisect_left(self.keys, (size,))
         return self.blocks[self.keys[place]] if place < len(self.keys) else None
 
     def whole_segments(self) -> list[SegmentPart]:
@@ -183,9 +183,9 @@ class CachingAllocator:
     def _new_segment(self, size: int, pool: PoolName) -> SegmentPart:
         asked = segment_size(size)
         self._reserve(asked)
-        block = SegmentPart(self._next_address, asked, pool)
-        self._next_address += asked
-        return block
+        # Of equal blocks the allocator takes the one of the lowest address, and later segments lie below earlier ones.
+        self._next_address -= asked
+        return SegmentPart(self._next_address, asked, pool)
 
     def _grow(self, size: int, pool: PoolName) -> SegmentPart:
         # Pages of the size of a segment are mapped after the last block. If that block is free, it grows.
