@@ -1,6 +1,7 @@
 """A plan's peak on a card is the predicted one, whatever the process had allocated before: a plan gives that back."""
 
 import gc
+import random
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from three_steps import peak_of_the_third
 import tightfit
 from tightfit.runtime.internals import clear_cublas_workspaces
 from tightfit.tracing.build import build_dry
+from tightfit.tracing.cuda.allocator import CachingAllocator
 from tiny import decoder, token_batch
 
 MIB = 2**20
@@ -39,3 +41,26 @@ def test_a_plan_takes_its_peak_beside_what_others_left_in_the_allocators_cache(l
         peak = peak_of_the_third(model, on_card, "bf16") - before
     assert peak == plan.peak_bytes
     assert peak <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_simulated_allocator_gives_out_the_blocks_that_pytorchs_does(seed):
+    """Few sizes, so that many free blocks are equal: which of them is taken decides what later requests find."""
+    drawn, simulated = random.Random(seed), CachingAllocator()
+    sizes = [drawn.choice([600, 5 << 10, 3 * MIB, 12 * MIB, 13 * MIB, 24 * MIB, 48 * MIB]) for _ in range(300)]
+    live, segments = [], {}  # by the simulated beginning of each, its real one
+    with torch.cuda.stream(torch.cuda.Stream()):  # which has pools of its own
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        for size in sizes:
+            while live and drawn.random() < 0.45:
+                simulated.release(live.pop(drawn.randrange(len(live)))[1])
+            reserved, tensor = simulated.reserved, torch.empty(size, dtype=torch.uint8, device="cuda")
+            block = simulated.allocate(size)
+            if simulated.reserved > reserved:
+                segments[block.address] = tensor.data_ptr()
+            begin = max(address for address in segments if address <= block.address)
+            assert tensor.data_ptr() == segments[begin] + block.address - begin
+            live.append((tensor, block))
+            del tensor
+            assert torch.cuda.memory_allocated() - before[0] == simulated.allocated
+            assert torch.cuda.memory_reserved() - before[1] == simulated.reserved

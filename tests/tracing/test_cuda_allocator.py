@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightfit.tracing.cuda import allocator
 from tightfit.tracing.cuda.allocator import MIB, CachingAllocator, DeviceFull, SegmentPart, round_size, segment_size
 
 
@@ -69,6 +70,20 @@ def test_the_smallest_block_that_is_large_enough_is_taken():
     assert allocator.reserved == 70 * MIB
 
 
+@pytest.mark.parametrize(("release", "taken"), [((2, 11), 2), ((2, 12), 1), ((2, 13), 0), ((2, 15), 0)])
+def test_which_of_equal_blocks_is_taken_depends_on_the_release(monkeypatch, release, taken):
+    monkeypatch.setattr(allocator, "installed_release", lambda: release)
+    simulated = CachingAllocator()
+    segments = [simulated.allocate(16 * MIB) for _ in range(3)]
+    for segment in segments:
+        simulated.release(segment)
+    used = simulated.allocate(8 * MIB)  # a part of the first: in 2.12 it is newer than all from then on
+    first = next(number for number, segment in enumerate(segments) if segment is used)
+    simulated.release(used)
+    assert simulated.allocate(16 * MIB) is segments[taken]
+    assert first == (2 if release == (2, 11) else 0)
+
+
 def test_free_neighbours_become_one_block():
     allocator = CachingAllocator()
     first, second, third = (allocator.allocate(6 * MIB) for _ in range(3))
@@ -97,10 +112,10 @@ def test_where_the_device_is_full_free_segments_are_given_back_first():
 
 def test_growing_segments_leave_no_gaps():
     fixed, growing = CachingAllocator(), CachingAllocator(expandable=True)
-    for allocator in (fixed, growing):
-        for block in [allocator.allocate(30 * MIB) for _ in range(3)]:
-            allocator.release(block)
-        allocator.allocate(95 * MIB)
+    for one in (fixed, growing):
+        for block in [one.allocate(30 * MIB) for _ in range(3)]:
+            one.release(block)
+        one.allocate(95 * MIB)
     assert fixed.reserved == 186 * MIB
     assert growing.reserved == 100 * MIB
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tightfit.runtime.internals import installed_release
+
 MIB = 2**20
 RESULT = 0  # the place of a result among the blocks of `Scratch`
 MIN_BLOCK = 512  # kMinBlockSize: sizes are multiples of it
@@ -58,6 +60,11 @@ class Scratch(int):
         return found
 
 
+# `registration_counter`: of equal blocks, the one of the oldest segment; before, that of the lowest address. In 2.12
+# each block has a number of its own, and splitting makes a new one of the part that is given out.
+_RANKED, _ALL_RANKED = (2, 12), (2, 12)
+
+
 class PoolName(NamedTuple):
     """The stream whose requests a pool serves, and whether it serves small ones."""
 
@@ -76,6 +83,7 @@ class SegmentPart:
     address: int
     size: int
     pool: "PoolName"
+    rank: int = 0  # among free blocks of one size, the least comes first, before the address
     is_free: bool = True
     before: "SegmentPart | None" = None
     after: "SegmentPart | None" = None
@@ -83,18 +91,18 @@ class SegmentPart:
 
 @dataclass
 class _Pool:
-    """Free blocks, sorted by size and then by address."""
+    """Free blocks, sorted by size, rank and address."""
 
     keys: list[tuple[int, ...]] = field(default_factory=list)
-    blocks: dict[tuple[int, int], SegmentPart] = field(default_factory=dict)
+    blocks: dict[tuple[int, ...], SegmentPart] = field(default_factory=dict)
 
     def add(self, block: SegmentPart) -> None:
-        key = block.size, block.address
+        key = block.size, block.rank, block.address
         bisect.insort(self.keys, key)
         self.blocks[key] = block
 
     def remove(self, block: SegmentPart) -> None:
-        key = block.size, block.address
+        key = block.size, block.rank, block.address
         del self.keys[bisect.bisect_left(self.keys, key)]
         del self.blocks[key]
 
@@ -122,7 +130,8 @@ class CachingAllocator:
         self.reserved = self.peak_reserved = 0
         self._pools: defaultdict[PoolName, _Pool] = defaultdict(_Pool)
         self._ends: dict[PoolName, SegmentPart] = {}  # the last block of each growing segment
-        self._next_address = 0
+        self._release = installed_release()
+        self._next_address = self._ranks = 0
 
     def allocate(self, size: int, stream: int = 0) -> SegmentPart:
         """A block for a request of `size` > 0 bytes by a stream. Raises `DeviceFull`."""
@@ -159,10 +168,13 @@ class CachingAllocator:
         return rest >= MIN_BLOCK if block.pool.is_small or self.expandable else rest > SMALL_SIZE
 
     def _split(self, block: SegmentPart, size: int) -> None:
-        rest = SegmentPart(block.address + size, block.size - size, block.pool, before=block, after=block.after)
+        rest = SegmentPart(block.address + size, block.size - size, block.pool, block.rank)
+        rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
         block.size, block.after = size, rest
+        if self._release == _ALL_RANKED:
+            block.rank = self._next_rank()
         if self._ends.get(block.pool) is block:
             self._ends[block.pool] = rest
         self._pools[block.pool].add(rest)
@@ -183,9 +195,12 @@ class CachingAllocator:
     def _new_segment(self, size: int, pool: PoolName) -> SegmentPart:
         asked = segment_size(size)
         self._reserve(asked)
-        # Of equal blocks the allocator takes the one of the lowest address, and later segments lie below earlier ones.
-        self._next_address -= asked
-        return SegmentPart(self._next_address, asked, pool)
+        self._next_address -= asked  # a driver maps later segments below earlier ones
+        return SegmentPart(self._next_address, asked, pool, self._next_rank() if self._release >= _RANKED else 0)
+
+    def _next_rank(self) -> int:
+        self._ranks += 1
+        return self._ranks
 
     def _grow(self, size: int, pool: PoolName) -> SegmentPart:
         # Pages of the size of a segment are mapped after the last block. If that block is free, it grows.
