@@ -38,6 +38,22 @@ def beside_the_null_card(record: Record) -> str:
     )
 
 
+def predicted_since(record: Record, results: Path = RESULTS) -> str:
+    """How many plain steps of the card are predicted to the byte by now, in a sentence."""
+    now = json.loads((results / "gpu_null_card.json").read_text("utf-8"))
+    measured = {row["name"]: row["measured"] for row in record["cases"] if row["levers"] is None}
+    both = [(row["predicted"], measured[row["name"]]) for row in now["cases"] if row["name"] in measured]
+    exact, reserved = (
+        sum(predicted[figure] == mine[figure] for predicted, mine in both)
+        for figure in ("peak_bytes", "reserved_bytes")
+    )
+    worst = max(abs(predicted["peak_bytes"] / mine["peak_bytes"] - 1) for predicted, mine in both)
+    return (
+        f"Predicted anew at commit {now['environment']['commit'][:7]}:\n{exact} of {len(both)} plain steps are the "
+        f"card's allocated bytes, {reserved} the reserved ones; worst {worst:.3%}."
+    )
+
+
 def errors(record: Record, figure: str) -> list[float]:
     """Shares by which predictions are off, the least first."""
     found = ((row["predicted"][figure], row["measured"][figure]) for row in record["cases"])
@@ -104,9 +120,9 @@ its prediction was written down (`python -m benchmarks.gpu`); the third step is 
 {above} of {plans} plans took more than its budget{f", by {share:.2%}" if above else ""}. {fresh}
 
 **The null card against it.** {beside_the_null_card(record)}
-So what is left of the errors in bytes is not the card's. Its cause was found on the null card: what building a model
-leaves in the allocator's cache decides which blocks later steps split. Since then a plan gives that back when it is
-applied (`tests/card/test_plan_bytes.py`).
+So what is left of the errors in bytes is not the card's. Its causes were found on the null card: what building a model
+leaves in the allocator's cache decides which blocks later steps split (a plan gives that back when it is applied), and
+which of equal blocks is taken. {predicted_since(record)}
 
 **Operators against their rules** (`make test-real-card`): {calls}. Those that differ are cuDNN's: what its engine takes
 for attention (512 bytes, since then in the rule), what its convolutions take (not public, not counted), and the
