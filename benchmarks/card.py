@@ -5,7 +5,7 @@
 
 Each step runs in a process of its own, forked from one for each card that has not begun to use it. The allocator, the
 operators' host code, autocast and the optimizers are PyTorch's. No kernel runs, but for those whose numbers decide
-which operators follow (`_Reading`). `docs/accuracy.md` has the table, and what this does not show.
+which operators follow (`devices.nullcard.deciding`). `docs/accuracy.md` has the table, and what this does not show.
 """
 
 import argparse
@@ -198,58 +198,18 @@ def _optimizers() -> dict[str, Any]:
     }
 
 
-class _Reading:
-    """Computes in forward what a step reads, so that control flow is true: masks, labels that count, experts' tokens.
-
-    Not in backward: a gradient that Python has seen has one holder more, so autograd would not add to it in place.
-    """
-
-    # Of integers and booleans; of floating-point numbers only what is filled, and topk, whose places are given.
-    INTEGERS = "add sub mul remainder floor_divide minimum maximum fill_ masked_fill_ copy_ arange cumsum sum all any "
-    INTEGERS += "eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not where "
-    INTEGERS += "nonzero index index_select gather scatter scatter_ cat sort searchsorted topk histc zero_"
-
-    def __init__(self) -> None:
-        import torch
-
-        def chosen(results: Any, **named: Any) -> Any:  # experts in turn
-            values, places = results
-            return values, torch.arange(places.numel()).view(places.shape) % named["self"].shape[-1]
-
-        def counted(results: Any, **named: Any) -> Any:
-            return torch.full_like(results, named["self"].numel() // named["bins"])
-
-        def filled(results: Any, **named: Any) -> Any:  # masks are made of ones in fp32 too
-            return results.fill_(named["value"])
-
-        def finite(results: Any, **named: Any) -> Any:
-            named["found_inf"].zero_()
-            return results
-
-        bases = frozenset(self.INTEGERS.split())
-        registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-        names = [n for n in (*registered, "aten::copy_") if n.removeprefix("aten::").partition(".")[0] in bases]
-        given = {"aten::topk": chosen, "aten::histc": counted, "aten::fill_.Scalar": filled}
-        self.forward = {**dict.fromkeys(names), **given}
-        self.optimizer = {"aten::_amp_foreach_non_finite_check_and_unscale_": finite}
-
-    def phase(self, name: str) -> AbstractContextManager[Any]:
-        from tightfit.devices.nullcard.values import true_values
-
-        only = {"forward": self.forward, "optimizer": self.optimizer}.get(name)
-        return nullcontext() if only is None else true_values(only=only)
-
-
 def _step(model: Any, parts: Any, optimizer: Any, precision: Any) -> Callable[[], None]:
     import torch
 
+    from tightfit.devices.nullcard.deciding import true_decisions
     from tightfit.step import StepSettings, forward_backward, model_loss, update
 
-    reading, scaler = _Reading(), torch.amp.GradScaler("cuda") if precision == "fp16" else None
+    scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
 
     def run() -> None:
-        forward_backward(model, parts, model_loss, precision, scaler=scaler, observer=reading)
-        update(model, optimizer, StepSettings(precision), scaler=scaler, observer=reading)
+        with true_decisions():
+            forward_backward(model, parts, model_loss, precision, scaler=scaler)
+            update(model, optimizer, StepSettings(precision), scaler=scaler)
 
     return run
 

@@ -104,6 +104,27 @@ def test_fp16_with_a_scaler_skips_a_step_that_overflows():
     assert scaler.get_scale() == 2.0
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.pow(10000.0, x),  # of rotary embeddings
+        lambda x: 2 ** x.long(),
+        lambda x: torch.isin(2, x),
+        lambda x: torch.searchsorted(x, 1.5),
+        lambda x: torch.pow(2.0, x, out=torch.empty(4, device=x.device)),
+        lambda x: torch.remainder(5, x + 1),
+        lambda x: torch.floor_divide(x, 2),
+    ],
+    ids=["pow", "pow of integers", "isin", "searchsorted", "pow into a tensor", "remainder", "a number behind"],
+)
+def test_a_number_is_an_operand_as_on_the_cpu(call):
+    true = call(torch.arange(4.0))
+    with torch.device("cuda"):
+        found = call(torch.arange(4.0))
+    assert found.dtype == true.dtype
+    assert torch.equal(found.cpu(), true)
+
+
 def test_an_operator_without_a_reference_is_refused_by_its_name():
     with pytest.raises(NotComputed, match="aten::_fill_mem_eff_dropout_mask_ has no kernel on the CPU"):
         torch.ops.aten._fill_mem_eff_dropout_mask_(torch.zeros(1, 1, 4, 4, device="cuda"), 0.5, 1, 0)

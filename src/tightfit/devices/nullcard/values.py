@@ -79,15 +79,15 @@ class _Runtime:
             ) from error
         self.library.card_host_work.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
         self.library.card_wait_stream.argtypes = (ctypes.c_void_p,)
+        pieces = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p)
+        self.library.card_fill.argtypes = pieces
 
 
 class ComputedValues:
     """Mutable: the operators that were computed, work that waits, and an error of work that ran late."""
 
-    def __init__(self, late: bool, only: Mapping[str, Reference | None] | None) -> None:
-        self.only = only
-        given = {name: reference for name, reference in (only or {}).items() if reference is not None}
-        self.references = {**REFERENCES, **given}
+    def __init__(self, late: bool = False) -> None:
+        self.references: Mapping[str, Reference] = REFERENCES
         self.runtime = _Runtime()
         self.late = late
         self.computed: dict[str, int] = {}
@@ -95,27 +95,43 @@ class ComputedValues:
         self._number = 0
         self._error: BaseException | None = None
         self._called_back = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._call)
-        self._libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in _NAMESPACES}
+        self._kernels: dict[str, Callable[..., Any]] = {}
+        self._libraries: dict[str, torch.library.Library] = {}
 
-    def register(self) -> None:
-        """Give every operator of CUDA's its kernel."""
+    def open(self) -> None:
+        """Give every operator of CUDA's its kernel, and let NCCL's stub carry large messages too."""
         self.runtime.library.card_set_values(1)
-        names = set(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"))
-        taken = set(torch._C._dispatch_get_registrations_for_dispatch_key("BackendSelect"))
-        names = names | _ANSWERED | {_COPY}
-        for name in sorted((names if self.only is None else names & set(self.only)) - taken - _NOT_COMPUTED):
-            namespace, short = name.split("::")
-            if namespace in self._libraries:
-                kernel = self._kernel(name, _overload(namespace, short))
-                self._libraries[namespace].impl(short, kernel, "BackendSelect", with_keyset=True)
+        self.register()
 
     def close(self) -> None:
         """Take all kernels away. Raises the error of work that ran late."""
         self.runtime.library.card_wait_device()
         self.runtime.library.card_set_values(0)
+        self.remove()
+        self.raise_late()
+
+    def names(self) -> set[str]:
+        """The operators that get a kernel."""
+        return card_operators()
+
+    def register(self) -> None:
+        """Give the operators their kernels."""
+        if not self._kernels:
+            taken = set(torch._C._dispatch_get_registrations_for_dispatch_key("BackendSelect"))
+            for name in sorted(self.names() - taken - _NOT_COMPUTED):
+                namespace, short = name.split("::")
+                if namespace in _NAMESPACES:
+                    self._kernels[name] = self._kernel(name, _overload(namespace, short))
+        self._libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in _NAMESPACES}
+        for name, kernel in self._kernels.items():
+            namespace, short = name.split("::")
+            self._libraries[namespace].impl(short, kernel, "BackendSelect", with_keyset=True)
+
+    def remove(self) -> None:
+        """Take the kernels away."""
         for library in self._libraries.values():
             library._destroy()
-        self.raise_late()
+        self._libraries.clear()
 
     def raise_late(self) -> None:
         """Raise the error of work that ran late, once."""
@@ -128,38 +144,57 @@ class ComputedValues:
         takes_numbers = operator._schema.name.removeprefix("aten::").rstrip("_") in _TAKE_NUMBERS
         draws = name in _DRAWS_WITHOUT_A_GENERATOR or any(a.name == "generator" for a in operator._schema.arguments)
 
+        numbers, of_tensors = _of_tensors(operator)
+
         def own(keyset: Any, args: tuple, kwargs: dict) -> Any:
-            return operator.redispatch(keyset & _BELOW, *_without_numbers(args, tensors), **kwargs)
+            args = _without_numbers(args, tensors)
+            if numbers:
+                other = next(a for a in args if isinstance(a, torch.Tensor))
+                args = _without_numbers(args, numbers, other.device)
+            return of_tensors.redispatch(keyset & _BELOW, *args, **kwargs)
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             inside = getattr(_state, "inside", False)
             on_card = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_cuda]
             if not on_card:
                 return own(keyset, args, kwargs)
-            if name in _ANSWERED and name not in self.references:
-                return self._answered(operator, args, kwargs, on_card[0].device)
+            if name in _ANSWERED and name not in self.references and self.answers(name, on_card):
+                return self.answered(operator, args, kwargs, on_card)
             if inside:
                 return own(keyset, args, kwargs)
             self.raise_late()
             if name == _COPY and not (args[0].is_cuda and args[1].is_cuda):
-                return own(keyset, args, kwargs)  # between host and device the runtime copies, and casts are operators
+                results = own(keyset, args, kwargs)  # between the two the runtime copies, and casts are operators
+                self.copied(args[0], args[1])
+                return results
             seed = _seed(kwargs.get("generator"), on_card[0].device) if draws else None
             _state.inside = True
             try:
                 results = own(keyset, args, kwargs)
             finally:
                 _state.inside = False
-            if self.only is not None and name not in self.references and not _is_of_integers(results):
-                return results
             if not takes_numbers:
                 args = _without_numbers(args, tensors)
-            work = _Work(name, operator, args, kwargs, results, seed, self.references.get(name))
-            self._give(lambda: work.run(self.computed))
+            self.compute(name, operator, args, kwargs, results, seed)
             return results
 
         return kernel
 
-    def _answered(self, operator: Any, args: tuple, kwargs: dict, device: torch.device) -> Any:
+    def compute(self, name: str, operator: Any, args: tuple, kwargs: dict, results: Any, seed: int | None) -> None:
+        """Fill the results of a call, of which CUDA's own kernel has made the memory."""
+        work = _Work(name, operator, args, kwargs, results, seed, self.references.get(name))
+        self._give(lambda: work.run(self.computed))
+
+    def copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The runtime has copied between host and card."""
+
+    def answers(self, name: str, on_card: list[torch.Tensor]) -> bool:
+        """Whether an operator whose result's size depends on numbers is computed by the host alone."""
+        return True
+
+    def answered(self, operator: Any, args: tuple, kwargs: dict, on_card: list[torch.Tensor]) -> Any:
+        """What the host computes, on the card."""
+        device = on_card[0].device
         self.runtime.library.card_wait_stream(torch.cuda.current_stream(device).cuda_stream)
         self.raise_late()
         args, kwargs = tree_map(_on_host, (args, kwargs))
@@ -263,10 +298,6 @@ class _Work:
         return self.results
 
 
-def _is_of_integers(results: Any) -> bool:
-    return not any(isinstance(t, torch.Tensor) and t.dtype.is_floating_point for t in tree_flatten(results)[0])
-
-
 def _on_host(value: Any) -> Any:
     """A CPU tensor over the memory of a CUDA tensor; the CPU for the card; anything else as it is."""
     if isinstance(value, torch.device):
@@ -298,13 +329,30 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return _on_host(tensor.detach())
 
 
-def _without_numbers(args: tuple, tensors: list[int]) -> tuple:
+def _of_tensors(operator: Any) -> tuple[list[int], Any]:
+    """The places of an operand that is a number, and the overload that takes a tensor there: of `pow.Scalar`, `pow`.
+
+    CUDA's own code would make a tensor of the number on the card and call that overload, whose kernel here PyTorch
+    could not call: a number's tensor becomes a number again on its way to Python, which is refused of one on a card
+    (`toPyObject` in pybind_utils.cpp).
+    """
+    arguments = operator._schema.arguments
+    numbers = [i for i, a in enumerate(arguments) if str(a.type) == "number" and (i == 0 or a.name == "self")]
+    wanted = ["Tensor" if i in numbers else str(a.type) for i, a in enumerate(arguments)]
+    for name in operator.overloadpacket.overloads() if numbers else ():
+        other = getattr(operator.overloadpacket, name)
+        if [str(a.type) for a in other._schema.arguments] == wanted:
+            return numbers, other
+    return [], operator
+
+
+def _without_numbers(args: tuple, tensors: list[int], device: torch.device | str = "cpu") -> tuple:
     """Numbers in the places of tensors become tensors of the dtype that they would be promoted to."""
     if not any(i < len(args) and isinstance(args[i], int | float | complex) for i in tensors):
         return args
-    other = next(args[i] for i in tensors if i < len(args) and isinstance(args[i], torch.Tensor))
+    other = next(value for value in args if isinstance(value, torch.Tensor))
     return tuple(
-        torch.scalar_tensor(value, dtype=torch.result_type(other, value))
+        torch.scalar_tensor(value, dtype=torch.result_type(other, value), device=device)
         if i in tensors and isinstance(value, int | float | complex)
         else value
         for i, value in enumerate(args)
@@ -313,6 +361,8 @@ def _without_numbers(args: tuple, tensors: list[int]) -> tuple:
 
 def _seed(generator: torch.Generator | None, device: torch.device) -> int:
     """A seed for the CPU from where the CUDA generator stands."""
+    if torch.cuda.is_current_stream_capturing():  # a graph's position is known when it runs
+        return mixed(0, 0)
     if generator is None or generator.device.type != "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
     seed, offset = generator.get_state().view(torch.int64).tolist()
@@ -337,24 +387,27 @@ def _overload(namespace: str, name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
 
 
+def card_operators() -> set[str]:
+    """The operators of which CUDA has kernels of its own."""
+    return set(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")) | _ANSWERED | {_COPY}
+
+
 @contextlib.contextmanager
-def true_values(late: bool = False, only: Mapping[str, Reference | None] | None = None) -> Iterator[ComputedValues]:
+def true_values(late: bool = False) -> Iterator[ComputedValues]:
     """Within it, operators on a null card have true results, in every thread.
 
     A tensor that Python has seen has one holder more, so autograd adds to no gradient in place and peaks are higher
-    than on a card. With `only`, this is so of few operators.
+    than on a card. `deciding.true_decisions` computes what decides control flow alone.
 
     Args:
         late: whether the card works late, so that results are work of the current stream too.
-        only: the operators whose results are computed where these are integers or booleans, or what computes all of
-            one's results, called as those of `references.REFERENCES` are. None: all operators, and all results.
 
     Raises:
         NotComputed: an operator has no reference on the CPU; named.
         TightfitError: this process has no null card.
     """
-    values = ComputedValues(late, only)
-    values.register()
+    values = ComputedValues(late)
+    values.open()
     try:
         yield values
     finally:

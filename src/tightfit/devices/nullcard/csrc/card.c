@@ -455,13 +455,13 @@ EXPORT int card_stream_priority(Stream *stream) { return (uintptr_t)stream > 2 ?
 EXPORT int card_stream_flags(Stream *stream) { return (uintptr_t)stream > 2 ? stream->flags : 0; }
 
 enum { NUMBERS = 4096 }; /* bytes: a program reads numbers in small copies, and large ones move tensors */
-typedef void (*Reader)(size_t bytes);
+typedef void (*Reader)(size_t bytes, const void *source);
 static Reader reader;
 EXPORT void card_on_read(Reader called) { reader = called; } /* for Python, through ctypes: where a program reads numbers */
 
 EXPORT int card_copy(void *target, const void *source, size_t bytes, Stream *stream, int waits) {
     int to = card_find(target, 0, 0, 0), from = card_find(source, 0, 0, 0);
-    if (reader && from == DEVICE && to != DEVICE && bytes <= NUMBERS) reader(bytes);
+    if (reader && from == DEVICE && to != DEVICE && bytes <= NUMBERS) reader(bytes, source);
     Work work = {.kind = COPY, .target = target, .source = (void *)source, .bytes = bytes};
     if (from == UNKNOWN && card()->late && bytes) { /* pageable memory is read before the call returns */
         work.staged = malloc(bytes);

@@ -60,8 +60,9 @@ def run(
     """Run a command, unchanged, on cards that are not there, and say what it takes of them.
 
     PyTorch's own CUDA build runs on a CUDA runtime that computes nothing. So allocated and reserved bytes are
-    measurements of PyTorch's own allocator, and numbers are zeros or old memory: lines that read them are named in
-    `read_values`. Linux, a C compiler and PyTorch's ordinary (CUDA) wheel are needed.
+    measurements of PyTorch's own allocator. Integers and booleans are true (masks, positions, labels, counts), other
+    numbers are zeros or old memory: lines that read them are named in `read_values`. Linux, a C compiler and PyTorch's
+    ordinary (CUDA) wheel are needed.
 
     Args:
         command: words, as `subprocess.run` takes them: `["python", "train.py", "--lr", "1e-4"]`, or `torchrun ...`.
@@ -185,7 +186,7 @@ def _result(
     elif not any(rank.model for rank in ranks):
         notes.append("No model was called with gradients, so there are no steps: the peak is of the whole process.")
     if code and refused is None and not ended:
-        why = "" if values else " Numbers were not true: if that is why, --values computes them."
+        why = "" if values else " Not all numbers were true: if that is why, --values computes them."
         notes.append(f"The command failed with exit code {code}, which is its own.{why}")
     return CardRun(
         fits=False if refused is not None else True if came_through else None,

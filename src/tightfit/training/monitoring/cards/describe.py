@@ -74,7 +74,7 @@ def closing(run: CardRunRecord) -> list[str]:
     """How far the figures go."""
     stopped = any(rank.stopped for rank in run.ranks)
     ended = "Ended after these steps; --steps 0 runs to the command's own end. " if stopped else ""
-    numbers = "Numbers were true." if run.values else "Kernels were not run: numbers are not true, bytes are."
+    numbers = "Numbers were true." if run.values else "Kernels were not run: bytes and integers are true."
     return [f"{ended}{numbers} Measured with PyTorch's own CUDA allocator on a runtime that computes nothing."]
 
 

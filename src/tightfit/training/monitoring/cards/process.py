@@ -29,7 +29,7 @@ from tightfit.optim.by_name import state_tensors
 from tightfit.runtime.internals import current_node
 from tightfit.runtime.nested import tensors_in
 from tightfit.tracing.record import Category, Phase
-from tightfit.training.monitoring.cards.history import History, UsedMemory, place_of
+from tightfit.training.monitoring.cards.history import OURS, History, UsedMemory, place_of
 from tightfit.training.monitoring.cards.records import RankOfRun, ReadValue, RefusedBytes, RunSettings, StepOfRun
 from tightfit.training.monitoring.script import Discovery
 from tightfit.training.monitoring.stage import Stage
@@ -157,7 +157,10 @@ class Watched:
 
             self._values.enter_context(true_values())
         else:
-            self._reader = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(self._numbers_are_read)
+            from tightfit.devices.nullcard.deciding import true_decisions
+
+            self._deciding = self._values.enter_context(true_decisions(self._note_read))
+            self._reader = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_size_t)(self._numbers_are_read)
             library.card_on_read(self._reader)
         library.card_resident.restype = ctypes.c_size_t
         self._resident = library.card_resident
@@ -307,10 +310,15 @@ class Watched:
             self.refused = replace(self.refused, message=" ".join(str(error).split()))
         self._excepthook(kind, error, trace)
 
-    def _numbers_are_read(self, size: int) -> None:
+    def _numbers_are_read(self, size: int, source: int) -> None:
+        if not self._deciding.is_true(source):
+            self._note_read()
+
+    def _note_read(self) -> None:
         if not self.ended:
             # Of a library's code its own line says more than the script's, which calls it.
-            call = next((frame for frame in _running() if not is_torchs(frame)), None)
+            calls = (frame for frame in _running() if not frame.filename.startswith(OURS))
+            call = next((frame for frame in calls if not is_torchs(frame)), None)
             if call is not None:
                 self.reads[call] = self.reads.get(call, 0) + 1
 

@@ -49,7 +49,7 @@ class RefusedBytes:
 
 @dataclass(frozen=True)
 class ReadValue:
-    """A line that reads numbers from the card, which are not true unless values were asked for."""
+    """A line that reads numbers from the card that are not known to be true."""
 
     at: str
     line: str
