@@ -1,6 +1,7 @@
 """One case: predicted on a model that has no memory, then run on one that has."""
 
 import gc
+import os
 import statistics
 import time
 import traceback
@@ -15,6 +16,7 @@ from benchmarks.gpu.cases import MODELS, OPTIMIZERS, Case
 from torch import nn
 
 from tightfit import Plan, TokenBatch, estimate, plan
+from tightfit.devices.machine import NULL_CARD
 from tightfit.devices.spec import DeviceSpec
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
@@ -95,7 +97,7 @@ def measure(case: Case, made: Plan | None, device: torch.device) -> dict[str, An
     fresh_device(device)  # as a plan does when it is applied: what building the model left is given back
     levers: AbstractContextManager[Any] = nullcontext() if made is None else made.apply(model)
     micro_batches = 1 if made is None else made.micro_batches
-    with levers:
+    with levers, decisions():
         step = _step(case, model, batch, optimizer, micro_batches)
         for _ in range(WARM_UP):
             step()
@@ -103,6 +105,15 @@ def measure(case: Case, made: Plan | None, device: torch.device) -> dict[str, An
         seconds = statistics.median(_seconds(step, device) for _ in range(TIMED))
     reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
     return {"peak_bytes": peak, "reserved_bytes": reserved, "step_seconds": seconds}
+
+
+def decisions() -> AbstractContextManager[Any]:
+    """On a null card, true results of what decides control flow: masks, labels that count. Nothing on a real card."""
+    if NULL_CARD not in os.environ:
+        return nullcontext()
+    from tightfit.devices.nullcard.deciding import true_decisions
+
+    return true_decisions()
 
 
 def _step(case: Case, model: nn.Module, batch: Any, optimizer: Any, micro_batches: int) -> Callable[[], None]:

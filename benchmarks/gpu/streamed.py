@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from benchmarks.environment import environment
-from benchmarks.gpu.measuring import fresh_device
+from benchmarks.gpu.measuring import decisions, fresh_device
 from torch import nn
 
 from tightfit import Plan, TokenBatch, estimate, plan
@@ -155,7 +155,7 @@ def measure(case: Case, written: Mapping[str, Any], parent: Connection) -> dict[
         losses.append(float(forward_backward(model, parts, model_loss, "bf16")))
         update(model, optimizer, StepSettings("bf16"))
 
-    with levers():
+    with levers(), decisions():
         optimizer = build_optimizer(case.optimizer, [p for p in model.parameters() if p.requires_grad])
         with repeatable():
             for _ in range(REPEATED):
@@ -165,7 +165,7 @@ def measure(case: Case, written: Mapping[str, Any], parent: Connection) -> dict[
         torch.cuda.empty_cache()  # other cases are built meanwhile
         parent.send("prepared")
         parent.recv()
-    with levers():  # anew: repeatable kernels are other operators than planned, and blocks had met those
+    with levers(), decisions():  # anew: repeatable kernels are other operators than planned, and blocks had met those
         fresh_device(device)
         if case.budget is not None:
             total = torch.cuda.get_device_properties(device).total_memory

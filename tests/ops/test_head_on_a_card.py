@@ -26,7 +26,8 @@ def loops(monkeypatch):
         return loop(*arguments)
 
     for module in (head_loss, cross_entropy):
-        monkeypatch.setattr(module, "on_cuda", lambda tensor: True)
+        monkeypatch.setattr(module, "writes_wider", lambda operand, dtype=None: True)
+    monkeypatch.setattr(head_loss, "on_cuda", lambda tensor: True)
     monkeypatch.setattr(_card_head, "LEAST_ROWS", 16)
     monkeypatch.setattr(_card_head, "CHUNKS", 3)
     monkeypatch.setattr(head_loss, "run_chunks_on_a_card", counted)
@@ -127,3 +128,22 @@ def test_on_a_card_the_head_in_chunks_costs_no_time_and_little_memory(device, si
     held = 2 * 2 * width * (tokens + vocabulary)  # inputs and gradients
     assert ours.step_seconds <= theirs.step_seconds
     assert ours.peak_bytes - held <= share * (theirs.peak_bytes - held)
+
+
+@pytest.mark.parametrize(("card", "dtype", "can"), [
+    ("t4", torch.bfloat16, False), ("v100-16", torch.bfloat16, False), ("t4", torch.float16, True),
+    ("a100-40", torch.bfloat16, True),
+])  # fmt: skip
+def test_products_that_write_wider_are_left_to_cards_that_have_them(card, dtype, can, monkeypatch):
+    """A T4's cuBLAS ends in an error for operands in bf16 and a result in fp32."""
+    wide, mm = [], torch.mm
+
+    def product(*operands, **named):
+        wide.append("out_dtype" in named)
+        return mm(*operands, **named)
+
+    monkeypatch.setattr(torch, "mm", product)
+    step, hidden, weight, labels = head_of((600, 64, 1000), linear_cross_entropy)
+    tightfit.trace(step, hidden.to(dtype), weight.to(dtype), labels, device=card)
+    assert any(wide) == can
+    assert wide

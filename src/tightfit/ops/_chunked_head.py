@@ -131,9 +131,9 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def widened_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """left @ right of 16-bit inputs, without rounding the result to 16 bits."""
-    if on_cuda(left):
+    if writes_wider(left):
         return torch.mm(left, right, out_dtype=dtype)
-    # A CPU has no kernel for `out_dtype`, so the operands are widened.
+    # Without a kernel for `out_dtype` the operands are widened.
     return left.to(dtype) @ right.to(dtype)
 
 
@@ -142,10 +142,21 @@ def on_cuda(tensor: Tensor) -> bool:
     return tensor.is_cuda or simulation.of_cuda
 
 
+def writes_wider(operand: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """True if products of 16-bit operands can write fp32 there: on CUDA, in bf16 from compute capability 8.0 on.
+
+    `dtype`: that of the products, if it is not the operand's.
+    """
+    if not on_cuda(operand):
+        return False
+    of_card = simulation.card.capability if simulation.of_cuda else torch.cuda.get_device_capability(operand.device)
+    return (dtype or operand.dtype) != torch.bfloat16 or of_card >= (8, 0)
+
+
 def blocked_product(left: Tensor, right: Tensor) -> Tensor:
     """left (rows, V) @ right (V, D), summed over the vocabulary in blocks, which loses less to rounding."""
     if left.dtype.itemsize < 4:  # the kernel sums in fp32 already; blocks would take a CPU three times as long
-        return torch.mm(left, right, out_dtype=torch.float32) if on_cuda(left) else left @ right
+        return torch.mm(left, right, out_dtype=torch.float32) if writes_wider(left) else left @ right
     size = max(LEAST_SUMMED_AT_ONCE, math.ceil(len(right) / MOST_BLOCKS))
     total = left[:, :size] @ right[:size]
     for start in range(size, len(right), size):

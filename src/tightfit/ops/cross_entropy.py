@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import InputError
-from tightfit.ops._chunked_head import Tokens, on_cuda
+from tightfit.ops._chunked_head import Tokens, writes_wider
 from tightfit.ops._label_loss import LabelLoss
 from tightfit.ops.head_loss import (
     Reduction,
@@ -72,9 +72,9 @@ def linear_cross_entropy(
         raise InputError(f"linear_cross_entropy: label_smoothing={label_smoothing} is not between 0 and 1")
     tokens = Tokens(labels, ignore_index)
     check_labels(loss.name, tokens, len(weight))
-    rows = chunk_size or default_chunk_size(
-        tokens.count, weight.shape[1], len(weight), on_a_card=on_cuda(hidden) and product_dtype(hidden).itemsize == 2
-    )
+    dtype = product_dtype(hidden)
+    on_a_card = dtype.itemsize == 2 and writes_wider(hidden, dtype)
+    rows = chunk_size or default_chunk_size(tokens.count, weight.shape[1], len(weight), on_a_card=on_a_card)
     return chunked_loss(loss, hidden, weight, bias, tokens, reduction, rows)
 
 

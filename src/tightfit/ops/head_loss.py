@@ -13,7 +13,16 @@ from torch import Tensor
 
 from tightfit.errors import InputError
 from tightfit.ops._card_head import rows_on_a_card, run_chunks_on_a_card
-from tightfit.ops._chunked_head import Gradients, Head, TokenLoss, Tokens, accumulation_dtype, on_cuda, run_chunks
+from tightfit.ops._chunked_head import (
+    Gradients,
+    Head,
+    TokenLoss,
+    Tokens,
+    accumulation_dtype,
+    on_cuda,
+    run_chunks,
+    writes_wider,
+)
 from tightfit.ops._once import differentiable_once
 from tightfit.runtime.internals import graph_is_kept
 
@@ -126,7 +135,7 @@ def check_labels(name: str, tokens: Tokens, vocabulary: int) -> None:
 def runs_on_a_card(head: Head, loss: TokenLoss) -> bool:
     """True if the loop for cards serves: 16-bit products on CUDA, without a bias, and a plain cross-entropy."""
     is_narrow = head.weight.dtype.itemsize == 2 and head.bias is None
-    return is_narrow and on_cuda(head.hidden) and getattr(loss, "is_plain", False)
+    return is_narrow and writes_wider(head.hidden, head.weight.dtype) and getattr(loss, "is_plain", False)
 
 
 class TotalLoss(torch.autograd.Function):
