@@ -438,6 +438,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "published_sharded": sharded,
     "published_peft": methods,
     "card": on_null_cards,
+    "gpu_null_cards": gpu_page.on_null_cards,
     "step_time": step_time,
     "published_seconds": seconds_on_cards,
     "published_clocks": two_clocks,
@@ -448,6 +449,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
 # Where the file of results has another name
 SCRIPTS = {
     "gpu": "gpu",
+    "gpu_null_cards": "gpu",
     "published": "published/peaks.py",
     "published_kernels": "published/kernels.py",
     "published_peft": "published/peft.py",

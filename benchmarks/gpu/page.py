@@ -318,3 +318,33 @@ def _streamed(row: Record, predicted: Record, measured: Record) -> str:
         f"| {measured['host_peak_bytes'] / 2**30:.1f} GiB | {predicted['step_seconds']:.2f} s "
         f"| {measured['step_seconds']:.2f} s | {'yes' if row['equal'] else 'NO'} |"
     )
+
+
+def on_null_cards(record: Record) -> str:
+    """The section of docs/accuracy.md about the suite for cards, run on null ones."""
+    lines = [_null_card(card, found) for card, found in record["cards"].items()]
+    commits = dict.fromkeys(found["environment"]["commit"][:7] for found in record["cards"].values())
+    return f"""\
+## The suite for cards, on five null cards
+
+`python -m benchmarks.gpu --together 2 --minutes 7` on each, commit {", ".join(commits)}: as many of its 47 steps and
+plans as begin in that time. Out of memory is a plain step for which the card has no room, or a plan that was refused;
+seconds are the host's, and not compared.
+
+| card | ran | allocated to the byte | worst | reserved within 0.1% | plans | over budget | out of memory |
+|---|---|---|---|---|---|---|---|
+{chr(10).join(lines)}
+"""
+
+
+def _null_card(card: str, found: Record) -> str:
+    ran = [row for row in found["cases"] if "measured" in row]
+    exact = sum(row["predicted"]["peak_bytes"] == row["measured"]["peak_bytes"] for row in ran)
+    worst = max(abs(row["predicted"]["peak_bytes"] / row["measured"]["peak_bytes"] - 1) for row in ran)
+    near = sum(abs(row["predicted"]["reserved_bytes"] / row["measured"]["reserved_bytes"] - 1) <= 1e-3 for row in ran)
+    plans = [row for row in ran if "budget_bytes" in row["predicted"]]
+    above = sum(row["measured"]["peak_bytes"] > row["predicted"]["budget_bytes"] for row in plans)
+    full = sum(
+        any(word in row.get("error", "") for word in ("OutOfMemoryError", "CannotFit")) for row in found["cases"]
+    )
+    return f"| {card} | {len(ran)} | {exact} | {worst:.3%} | {near} | {len(plans)} | {above} | {full} |"
