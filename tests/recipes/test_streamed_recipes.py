@@ -6,6 +6,7 @@ import yaml
 import tightfit
 from command_line import tightfit as run
 from tightfit import TokenBatch
+from tightfit.planner import host
 from tightfit.training.config import AdapterConfig
 from tiny_adapters import saved_llama
 
@@ -31,11 +32,13 @@ def test_adapters_on_a_base_above_the_budget_fit_with_streamed_blocks(tmp_path):
 
 
 @pytest.mark.keeps("fit-streams-what-does-not-fit")
-def test_what_does_not_fit_a_card_is_a_row_with_as_few_streamed_blocks_as_fit(tmp_path):
+def test_what_does_not_fit_a_card_is_a_row_with_as_few_streamed_blocks_as_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "process_bytes", lambda held, tidied: 1 << 28)  # a process grows from plan to plan
     resident, *rows = rows_within(tmp_path, (1.0, 0.8, 0.7), adapter=AdapterConfig(r=4, base="bf16"))
     assert all(each.fits and each.needed_bytes <= resident.peak_bytes for each in rows)
     assert 0 < rows[0].streamed_blocks < rows[1].streamed_blocks < 8
-    assert resident.host_peak_bytes < rows[0].host_peak_bytes < rows[1].host_peak_bytes
+    loading = {each.host_peak_bytes for each in (resident, *rows)}
+    assert len(loading) == 1, "all weights come through the host, and they are more than those that stay there"
     assert all(each.changes == resident.changes for each in rows), "streaming changes nothing"
     assert rows[0].longest_sequence is None, "a size is not read off traces that hold all weights"
 
