@@ -325,10 +325,10 @@ def on_null_cards(record: Record) -> str:
     lines = [_null_card(card, found) for card, found in record["cards"].items()]
     commits = dict.fromkeys(found["environment"]["commit"][:7] for found in record["cards"].values())
     return f"""\
-## The suite for cards, on five null cards
+## The suite for cards, on null cards
 
-`python -m benchmarks.gpu --together 2 --minutes 7` on each, commit {", ".join(commits)}: as many of its 47 steps and
-plans as begin in that time. Out of memory is a plain step for which the card has no room, or a plan that was refused;
+`python -m benchmarks.gpu --together 2` on each, commits {", ".join(commits)}: as many of its 47 steps and
+plans as began in some minutes. Out of memory is a plain step for which the card has no room, or a plan that was refused;
 seconds are the host's, and not compared.
 
 | card | ran | allocated to the byte | worst | reserved within 0.1% | plans | over budget | out of memory |

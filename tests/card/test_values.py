@@ -112,10 +112,20 @@ def test_fp16_with_a_scaler_skips_a_step_that_overflows():
         lambda x: torch.isin(2, x),
         lambda x: torch.searchsorted(x, 1.5),
         lambda x: torch.pow(2.0, x, out=torch.empty(4, device=x.device)),
+        lambda x: x + torch.linspace(-1, 1, 4, device=x.device),
         lambda x: torch.remainder(5, x + 1),
         lambda x: torch.floor_divide(x, 2),
     ],
-    ids=["pow", "pow of integers", "isin", "searchsorted", "pow into a tensor", "remainder", "a number behind"],
+    ids=[
+        "pow",
+        "pow of integers",
+        "isin",
+        "searchsorted",
+        "pow into a tensor",
+        "numbers alone",
+        "remainder",
+        "a number behind",
+    ],
 )
 def test_a_number_is_an_operand_as_on_the_cpu(call):
     true = call(torch.arange(4.0))

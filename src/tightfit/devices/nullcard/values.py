@@ -148,10 +148,10 @@ class ComputedValues:
 
         def own(keyset: Any, args: tuple, kwargs: dict) -> Any:
             args = _without_numbers(args, tensors)
-            if numbers:
-                other = next(a for a in args if isinstance(a, torch.Tensor))
-                args = _without_numbers(args, numbers, other.device)
-            return of_tensors.redispatch(keyset & _BELOW, *args, **kwargs)
+            other = next((a for a in args if isinstance(a, torch.Tensor)), None)
+            if not numbers or other is None:  # as of `linspace`, which has numbers alone
+                return operator.redispatch(keyset & _BELOW, *args, **kwargs)
+            return of_tensors.redispatch(keyset & _BELOW, *_without_numbers(args, numbers, other.device), **kwargs)
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             inside = getattr(_state, "inside", False)
