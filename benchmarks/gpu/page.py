@@ -328,7 +328,7 @@ def on_null_cards(record: Record) -> str:
 ## The suite for cards, on null cards
 
 `python -m benchmarks.gpu --together 2` on each, commits {", ".join(commits)}: as many of its 47 steps and
-plans as began in some minutes. Out of memory is a plain step for which the card has no room, or a plan that was refused;
+plans as began in some minutes. Out of memory is a plain step beyond the card, or a plan that was refused;
 seconds are the host's, and not compared.
 
 | card | ran | allocated to the byte | worst | reserved within 0.1% | plans | over budget | out of memory |
