@@ -230,13 +230,13 @@ TARGETS: tuple[tuple[str, Callable[[Found], Sequence[Verdict]], str], ...] = (
             "gpu_equal_memory",
             lambda record: [gpu_page.quarter_of_the_peak(record, name) for name in ("MM26", "MM104")],
         ),
-        "nothing here runs faster than plain eager: kernels take 20 of MM26's 26 ms (docs/accuracy.md)",
+        "nothing here runs faster than plain eager",
     ),
     ("T6", step_seconds, DRIFT),
     (
         "T6",
         of_a_card("gpu", gpu_page.seconds_of_steps),
-        "steps that wait for launches: one took 21.8 ms on one machine with this card and 28.5 on another",
+        "steps that wait for launches: those depend on the host, and differ between machines with the same card",
     ),
     ("T6", on_cards("the chosen plan within 2% of the best measured candidate, H200"), ""),
     (
@@ -267,7 +267,7 @@ TARGETS: tuple[tuple[str, Callable[[Found], Sequence[Verdict]], str], ...] = (
             if "gpu_no_lever" in found
             else []
         ),
-        "1.07% in the median of five rounds: metrics and their file, between two steps of 88 ms",
+        "metrics and their file, between two steps",
     ),
     (
         "T15",

@@ -300,7 +300,7 @@ def streamed_on_a_card(record: Record) -> str:
 one. After three steps its allocator was bounded half a GiB above each budget, as that of a small card is. In those
 three, by repeatable kernels, losses and trained weights are the bits of the first row of the same training. Models have
 new bf16 weights of the published shapes, built on the card, so their way through the host is not in its peak. The
-process itself takes 1.8 GB with the driver (the row without a budget), some 1.1 GB more than predicted.
+process itself takes what the row without a budget has; CUDA's libraries and the driver are in no prediction of it.
 
 Rows with 23 GiB, and all weights in 7 GiB, took less than predicted: repeatable kernels are another attention, so their
 blocks met other operators than planned in their first run, said so, and kept other results.

@@ -317,7 +317,7 @@ class Ring:
             if block is None or self.window is None:
                 self.blocks.pop(number, None)
                 return
-            there = self._stays(number)
+            there = self._comes_back(number)
             for weight in block.weights or ():
                 weight.put(there=there)
                 for storage in (weight.storage, weight.kept.bytes.untyped_storage()):
@@ -326,7 +326,7 @@ class Ring:
             self.window.current = -1
             del self.blocks[number]
 
-    def _stays(self, number: int) -> bool:
+    def _comes_back(self, number: int) -> bool:
         """Bring a block for good. Returns False where the device has no room: its weights are on the host then."""
         try:
             if number not in self.settled().here:
