@@ -4,6 +4,8 @@ In segments that grow, where allocated bytes do not depend on what was split bef
 """
 
 import gc
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from three_steps import peak_of_the_third
 
 import tightfit
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
+from tightfit.runtime.internals import clear_cublas_workspaces
 from tightfit.tracing.build import build_dry
 from tiny import decoder, token_batch
 
@@ -56,3 +59,35 @@ def test_a_plan_with_captured_blocks_takes_its_peak_on_a_card():
             peak_of_the_third(model, {name: tensor.cuda() for name, tensor in batch.items()}, "bf16") == plan.peak_bytes
         )
     assert plan.peak_bytes <= plan.budget_bytes
+
+
+class Repeated(torch.nn.Module):
+    """A model whose blocks run some times in each step. Autocast casts their weights once for all of these runs."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times, self.model = times, decoder(hidden_size=256, num_layers=3)
+
+    def forward(self, **batch):
+        return SimpleNamespace(loss=sum(self.model(**batch).loss for _ in range(self.times)))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_blocks_recomputed_by_hand_take_the_predicted_bytes_though_autocast_begins_with_the_recorder(times):
+    """Segments do not grow here: what the first step leaves behind splits them otherwise."""
+    batch = token_batch(64, 61)
+    dry = build_dry(partial(Repeated, times))
+    with tightfit.recompute(dry, "model.layers.*"):
+        predicted, again = (
+            tightfit.estimate(dry, batch, device="cuda", precision="bf16").step_figures for _ in range(2)
+        )
+    gc.collect()
+    clear_cublas_workspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = Repeated(times).cuda()
+    with tightfit.recompute(model, "model.layers.*"):
+        measured = peak_of_the_third(model, {name: tensor.cuda() for name, tensor in batch.items()}, "bf16")
+    reserved = torch.cuda.max_memory_reserved()
+    assert predicted.peak_bytes == again.peak_bytes
+    assert (measured, reserved) == (predicted.peak_bytes, predicted.reserved_bytes)

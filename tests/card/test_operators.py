@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.runtime.operators import tensors_among
@@ -90,6 +91,15 @@ def attention(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda shape=shape, few=few: F.scaled_dot_product_attention(
             tensor(*shape, dtype=dtype), tensor(*few, dtype=dtype), tensor(*few, dtype=dtype), enable_gqa=True
         )
+        if dtype.itemsize == 2 and width <= 128:
+            for keys in (shape, few, (batch, 1, length, width)):
+                yield lambda shape=shape, keys=keys: by_cudnn(tensor(*shape, dtype=dtype), tensor(*keys, dtype=dtype))
+
+
+def by_cudnn(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Attention by the library that cards of capability 9 and 10 prefer."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, torch.empty_like(key), enable_gqa=True)
 
 
 def by_rows(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tightfit.levers.activity import activity
+from tightfit.levers.recompute.region import forwards_on
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
 from tightfit.optim import OffloadedAdamW
 from tightfit.optim.by_name import OptimizerFactory, build_optimizer, moves_gradients, named_states
@@ -99,6 +101,35 @@ def trace_step(
     an operator that cannot run dry.
     """
     settings = settings or StepSettings()
+    asked: dict[str, Any] = {
+        "optimizer": optimizer, "settings": settings, "cost": cost, "executor": executor, "role": role,
+        "routing": routing, "rank": rank,
+    }  # fmt: skip
+    if role is None or settings.precision == "fp32" or not any(f.begins_otherwise for f in forwards_on(model)):
+        trace = _traced(model, parts, loss, **asked)
+        return trace if role is None else as_allocated(trace)
+    try:
+        with first_step():
+            begun = _traced(model, parts, loss, **asked)
+        return as_allocated(replace(_traced(model, parts, loss, **asked), first_step=begun))
+    finally:
+        simulation.sharing_casts = frozenset()
+
+
+def _traced(
+    model: nn.Module,
+    parts: Sequence[Part],
+    loss: Loss,
+    *,
+    optimizer: Optimizer,
+    settings: StepSettings,
+    cost: OperatorCost,
+    executor: ExecutorCost,
+    role: CudaRole | None,
+    routing: Routing,
+    rank: Rank | None,
+) -> StepTrace:
+    """A whole step's trace, with the sums of its storages for levels."""
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
     with _dry(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings) as dry:
         if rank is not None:
@@ -114,12 +145,23 @@ def trace_step(
             updates_on_host=rank is not None and rank.is_on_host,
         )  # fmt: skip
         del twin
-        if rank is None and needs_no_gradients(model, settings):
+        if simulation.is_first_step:
+            boundaries = step.recorded()
+        elif rank is None and needs_no_gradients(model, settings):
             boundaries = step.with_states_first()
         else:
             boundaries = step.until_steady(2 if rank is None else rank.steps)
-        trace = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
-    return trace if role is None else as_allocated(trace)
+        return record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
+
+
+@contextmanager
+def first_step() -> Iterator[None]:
+    """A context in which a step that runs dry is the first one on its device."""
+    simulation.is_first_step = True
+    try:
+        yield
+    finally:
+        simulation.is_first_step = False
 
 
 def _joined(dry: DryRun, model: nn.Module, rank: Rank) -> nn.Module:

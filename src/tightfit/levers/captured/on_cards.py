@@ -86,9 +86,20 @@ class RecomputedForward(RecordedForward):
             self.is_plain = has_plain_weights(self.module)
         if not self.is_plain:
             return super().__call__(*args, **kwargs)
-        if not autocast_is_active() or simulation.is_dry or self.is_alone:
+        if not autocast_is_active() or self._is_known_to_be_alone:
             return self.program(*args, **kwargs)
         return self._watched(args, kwargs)
+
+    @property
+    def _is_known_to_be_alone(self) -> bool:
+        """Whether no two calls share casts. A dry run leaves nothing on this object: it says so in `simulation`."""
+        if self.is_alone is None and simulation.is_dry and not simulation.is_first_step:
+            return self.number not in simulation.sharing_casts
+        return bool(self.is_alone)
+
+    @property
+    def begins_otherwise(self) -> bool:
+        return self.previous is None and self.is_alone is None
 
     def _watched(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call under autocast by the recorder, which shows whether the next call comes before its backward.
@@ -96,6 +107,8 @@ class RecomputedForward(RecordedForward):
         Autocast casts a weight once for both then, and adds their gradients in 16 bits. A program casts for itself.
         """
         self.is_alone = False if self.waiting or self.is_alone is False else None
+        if self.is_alone is False and simulation.is_dry:
+            simulation.sharing_casts |= {self.number}
         outputs = super().__call__(*args, **kwargs)
         made = next((tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None), None)
         if self.is_alone is None and made is not None:

@@ -57,6 +57,11 @@ class FrugalForward:
         """
         return False
 
+    @property
+    def begins_otherwise(self) -> bool:
+        """True if its next run on a card is the first one, and runs by another executor than every later one."""
+        return False
+
     def __init__(self, module: nn.Module, path: str):
         self.path = path
         self.previous: Callable[..., Any] | None = module.__dict__.get("forward")

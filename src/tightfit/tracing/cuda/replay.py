@@ -53,11 +53,17 @@ def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS, o
     With `once` there is one step, which finds the optimizer's states that it did not make itself. Raises `DeviceFull`
     beyond `capacity`.
     """
-    player = _Player(trace, CachingAllocator(capacity=capacity, expandable=expandable_segments()))
+    allocator = CachingAllocator(capacity=capacity, expandable=expandable_segments())
+    player = _Player(trace, allocator)
     levels: list[int] = []
     for step in range(1 if once else steps):
-        levels = player.step(first=step == 0 and not once)
-    return AllocatorReplay(tuple(levels), player.allocator.peak_reserved)
+        if step == 0 and trace.first_step is not None and steps > 1:
+            begun = _Player(trace.first_step, allocator)
+            begun.step(first=True)
+            player.take_over(begun)
+        else:
+            levels = player.step(first=step == 0 and not once)
+    return AllocatorReplay(tuple(levels), allocator.peak_reserved)
 
 
 def expandable_segments() -> bool:
@@ -132,6 +138,17 @@ class _Player:
         self._allocate(self.workspaces)  # a process that trains has had products in both threads
         return levels
 
+    def take_over(self, begun: "_Player") -> None:
+        """Go on where another player's step has ended: what outlives a step is the same memory in both traces."""
+        lasting: dict[tuple[Category, str, int], list[SegmentPart]] = defaultdict(list)
+        for index, block in begun.blocks.items():
+            lasting[_kind_of(begun.trace.storages[index])].append(block)
+        for index in (*self.resident, *self.states, *self.workspaces):
+            if left := lasting[_kind_of(self.trace.storages[index])]:
+                self.blocks[index] = left.pop(0)
+        for block in itertools.chain.from_iterable(lasting.values()):
+            self.allocator.release(block)
+
     def _run(self, results: list[int], workspace: int) -> int:
         """Allocate results and scratch memory as an operator does, and free the latter. Returns the highest level."""
         blocks = workspace.blocks if isinstance(workspace, Scratch) else (workspace,) if workspace else ()
@@ -181,3 +198,8 @@ class _Player:
         for index in indexes:
             if index in self.blocks:
                 self.allocator.release(self.blocks.pop(index))
+
+
+def _kind_of(storage: StorageRecord) -> tuple[Category, str, int]:
+    """A key that finds a storage in another trace of the same model."""
+    return storage.category, storage.name, storage.bytes

@@ -37,13 +37,37 @@ static size_t size_of(int type) { /* cudnnBackendAttributeType_t */
     default: return 4;
     }
 }
-enum { CONVOLUTION_FORWARD = 10, CONVOLUTION_BACKWARD_DATA = 12, TENSOR = 17, ATTENTION_ENGINE = 512 };
+enum { CONVOLUTION_FORWARD = 10, CONVOLUTION_BACKWARD_DATA = 12, GRAPH = 15, TENSOR = 17, MATMUL = 22, ATTENTION_ENGINE = 512 };
+enum { FORWARD_PRODUCTS = 2, DIMENSIONS = 902 };
 static _Thread_local int64_t workspace; /* of the graph that this thread describes: its operations come before its plan */
+static _Thread_local struct { int64_t products, heads, fewest, smallest, largest; } attention; /* of that graph's tensors (B, H, L, D) */
+static int64_t for_attention(void) {
+    /* With fewer heads of keys than of queries, the gradients of keys and values for every head, in 16 bits (on the H200). */
+    if (attention.products <= FORWARD_PRODUCTS || !attention.fewest || attention.fewest == attention.heads) return ATTENTION_ENGINE;
+    return ATTENTION_ENGINE + 2 * (attention.smallest + attention.largest) * (attention.heads / attention.fewest);
+}
+static void note_dimensions(const int64_t *sizes) {
+    int64_t elements = sizes[0] * sizes[1] * sizes[2] * sizes[3];
+    if (elements == 1) return; /* a number: a seed, a scale */
+    if (sizes[1] > attention.heads) attention.heads = sizes[1];
+    if (!attention.fewest || sizes[1] < attention.fewest) {
+        attention.fewest = sizes[1];
+        attention.smallest = attention.largest = elements;
+    } else if (sizes[1] == attention.fewest) {
+        if (elements < attention.smallest) attention.smallest = elements;
+        if (elements > attention.largest) attention.largest = elements;
+    }
+}
 EXPORT int cudnnBackendCreateDescriptor(int type, Descriptor **made) {
     *made = calloc(1, sizeof **made);
     (*made)->type = type;
+    if (type == MATMUL) attention.products++;
     if (type >= CONVOLUTION_FORWARD && type <= CONVOLUTION_BACKWARD_DATA) workspace = (int64_t)card()->cudnn_workspace;
     else if (type > TENSOR) workspace = ATTENTION_ENGINE; /* products, reductions and the operations made for attention */
+    else if (type == GRAPH) {
+        if (workspace == ATTENTION_ENGINE) workspace = for_attention();
+        memset(&attention, 0, sizeof attention);
+    }
     return OK;
 }
 EXPORT int cudnnBackendDestroyDescriptor(Descriptor *descriptor) {
@@ -62,6 +86,7 @@ EXPORT int cudnnBackendSetAttribute(Descriptor *descriptor, int name, int type, 
     if (at == descriptor->count) descriptor->count++; else free(attribute->data);
     *attribute = (Attribute){name, count, size_of(type), malloc(size_of(type) * count + 1)};
     if (data) memcpy(attribute->data, data, attribute->size * count);
+    if (data && descriptor->type == TENSOR && name == DIMENSIONS && count == 4) note_dimensions(data);
     return OK;
 }
 enum { HEURISTIC_RESULTS = 202, CONFIG_ENGINE = 300, CONFIG_WORKSPACE = 303, CONFIG_SHARED = 304, PLAN_WORKSPACE = 402, ENGINE_INDEX = 1301 };
