@@ -23,10 +23,13 @@ such as Instruct. The repository on the Hugging Face Hub names the same model. A
 config.json, and a test builds each one dry and counts its parameters. "Stored" is the dtype that `--dtype auto` takes.
 ViT gets a batch of images with classes. Whisper gets 30 seconds of speech with the tokens of what is said (`--seq-len`,
 else as many as it takes). Gemma 3 from 4b on reads images too; its batch is text. Diffusion models (`sd1.5` to
-`flux.1-dev`, extra `diffusion`) get latents of images of `--image` pixels, what text encoders make of `--seq-len`
-tokens, and the loss of diffusers' training scripts; their fields and counts have not been compared with the
-repositories. `estimate --phase all` has a table of their phases: caching what VAE and text encoders make, the steps,
-and sampling, with VAE and text encoders resident, offloaded or gone.
+`wan2.1-14b`, extra `diffusion`) get latents of images of `--image` pixels, what text encoders make of `--seq-len`
+tokens, and the loss of diffusers' training scripts. Wan, for which diffusers has none, gets videos of 81 frames. The
+fields of `sd1.5`, `sdxl`, `sd3-medium`, `flux.1-dev`, `qwen-image` and `wan2.1-1.3b` are those of public copies of
+their config.json, the count of `flux.2-klein-4b` is that which PEFT's comparison of methods states; `sd2.1` and
+`wan2.1-14b` have not been compared. For the models up to `flux.1-dev`, `estimate --phase all` has a table of their
+phases: caching what VAE and text encoders make, the steps, and sampling, with VAE and text encoders resident, offloaded
+or gone.
 
 | name | also | repository | parameters | stored |
 |---|---|---|---:|---|

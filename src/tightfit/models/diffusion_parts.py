@@ -14,7 +14,7 @@ from tightfit.errors import InputError, ModelError
 from tightfit.models.diffusion import INSTALL_HINT, SCALE, kind_of, predicted
 from tightfit.models.dtypes import convert_weights
 from tightfit.models.mode import evaluating
-from tightfit.models.published import Published
+from tightfit.models.published import Published, published
 from tightfit.planner.any_code.traced import trace
 from tightfit.planner.estimates import Estimate
 from tightfit.planner.request import role_of
@@ -249,9 +249,9 @@ def parts_of(known: Published | None, name: str) -> Parts:
     """The parts beside a published denoiser. Raises `InputError` for any other model."""
     parts = None if known is None else PARTS.get(known.source)
     if parts is None:
+        names = ", ".join(key for key, each in published().items() if each.source in PARTS)
         raise InputError(
-            f"--phase is for diffusion models by name (sd1.5, sd2.1, sdxl, sd3-medium, flux.1-dev), and {name} is none "
-            "of them: leave it out"
+            f"--phase is for these diffusion models by name: {names}; {name} is none of them: leave it out"
         )
     return parts
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from tightfit.errors import ModelError
 from tightfit.memory.allocator import scales_of, storage_bytes
+from tightfit.models.diffusion import is_denoiser
 from tightfit.models.dtypes import WEIGHT_DTYPES
 from tightfit.models.variants import as_recipe
 from tightfit.optim import step_in_backward
@@ -78,12 +79,15 @@ def holds_fp32(batch: Batch) -> bool:
 def with_recipe(asked: Request, recipe: Recipe, model: nn.Module, optimizer: OptimizerOf = optimizer_of) -> Request:
     """The arguments of a plan for the recipe. `model` is the recipe's own. Raises `ModelError`."""
     narrow = recipe.dtype == "bf16" and recipe.precision == "fp32"
-    if narrow and model is not asked.model and holds_fp32(asked.batch):
-        raise ModelError("the batch holds numbers in fp32, which weights in bf16 do not take")
+    batch = asked.batch
+    if narrow and model is not asked.model and holds_fp32(batch):
+        if not (is_denoiser(model) and isinstance(batch, dict)):
+            raise ModelError("the batch holds numbers in fp32, which weights in bf16 do not take")
+        batch = {name: value.to(torch.bfloat16) for name, value in batch.items()}  # as diffusers' scripts make them
     clip = None if recipe.step_in_backward else asked.step.grad_clip
     return asked.but(
         model=model,
-        batch=asked.batch,
+        batch=batch,
         keep_gradients=asked.keep_gradients,  # of the model that trains now, which another one stands for
         optimizer=optimizer(recipe),
         precision=recipe.precision,

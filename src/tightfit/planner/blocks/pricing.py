@@ -4,6 +4,7 @@ Bytes are never derived from a rule. Each option is applied to some block of its
 the model with these options gives the bytes that each keeps and the peaks of its forward and backward.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -20,6 +21,9 @@ from tightfit.planner.levers import Choice, Lever, Recompute
 from tightfit.tracing.record import StepTrace, highest
 from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost
 
+MANY_BLOCKS = 12  # of a chain, whose choices together are fine enough with a few options for each
+FEW_TRACES = 4  # for all options of a kind in such a chain
+
 Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with these policies applied
 
 
@@ -27,14 +31,16 @@ Tracer = Callable[[Mapping[str, Policy]], StepTrace]  # runs the step dry with t
 class _Kind:
     """A kind of block as levers that work inside blocks see it (the protocol `levers.BlockKind`).
 
-    `frugal` are the keep sets of least memory at any price, by places in the graph.
+    `frugal` are the keep sets of least memory at any price, by places in the graph. `most` bounds the other keep sets.
     """
 
     graph: BlockGraph
     frugal: Sequence[frozenset[int]]
+    most: int | None = None
 
     def keep_sets(self, limit: int) -> list[KeepSet]:
         operations = self.graph.operations
+        limit = limit if self.most is None else min(limit, self.most)
         least = (keep_set(operations, kept) for kept in self.frugal)
         return list(dict.fromkeys([*frontier(operations, limit=limit), *least]))
 
@@ -98,7 +104,10 @@ def price(
         kind: frugal_sets(plain, graphs[window.path], window) if Recompute in levers and in_turn else ()
         for kind, window in kinds.items()
     }
-    by_kind = {kind: _choices(_Kind(graphs[w.path], frugal[kind]), levers) for kind, w in kinds.items()}
+    # Each block tries one option in a trace, so a kind of one block (all of a UNet's) has a trace for each of its own.
+    counts = Counter(graphs[path].kind for path in order)
+    most = {kind: FEW_TRACES * count if len(order) >= MANY_BLOCKS else None for kind, count in counts.items()}
+    by_kind = {kind: _choices(_Kind(graphs[w.path], frugal[kind], most[kind]), levers) for kind, w in kinds.items()}
     choices = tuple(by_kind[graphs[p].kind] for p in order)
     if not in_turn:
         # A step that calls its blocks twice (R-drop, a siamese encoder) interleaves their windows, so no single block's
