@@ -12,6 +12,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,24 @@ PAIRS = (
     ("llama-3.1-8b", "rtx3080,memory=8GiB", 8, 2048),
     ("qwen3-14b", "rtx3080,memory=8GiB", 8, 2048),
     ("qwen3-30b-a3b", "rtx3080,memory=8GiB", 8, 2048),
+    ("gpt-oss-20b", "rtx3080,memory=8GiB", 8, 2048),
+    ("mixtral-8x7b", "rtx3080,memory=8GiB", 8, 2048),
     ("llama-3.2-3b", "rtx3080", 10, 2048),
     ("llama-3.2-1b", "rtx3060-12", 12, 2048),
     ("mistral-7b", "rtx3060-12", 12, 2048),
     ("qwen3-30b-a3b", "rtx3060-12", 12, 2048),
+    ("gpt-oss-20b", "rtx3060-12", 12, 2048),
+    ("mixtral-8x7b", "rtx3060-12", 12, 2048),
     ("llama-3.2-3b", "rtx4080", 16, 2048),
     ("gpt2-xl", "t4", 16, 1024),
     ("gpt-oss-20b", "rtx4080", 16, 2048),
     ("qwen3-30b-a3b", "rtx4080", 16, 2048),
+    ("mixtral-8x7b", "rtx4080", 16, 2048),
     ("qwen2.5-7b", "rtx4090", 24, 2048),
     ("llama-3.1-8b", "rtx4090", 24, 2048),
     ("qwen3-30b-a3b", "rtx4090", 24, 2048),
+    ("gpt-oss-20b", "rtx4090", 24, 2048),
+    ("mixtral-8x7b", "rtx4090", 24, 2048),
     ("qwen3-8b", "l40s", 48, 2048),
     ("llama-3.1-70b", "l40s", 48, 2048),
     ("mixtral-8x7b", "l40s", 48, 2048),
@@ -46,6 +54,31 @@ PAIRS = (
     ("llama-3.1-8b", "h200", 141, 2048),
     ("llama-3.1-70b", "h200", 141, 2048),
 )
+# model, card, the gigabytes it is sold with, pixels of an image
+IMAGES = tuple(
+    (model, card, gigabytes, pixels)
+    for model, pixels in (("sdxl", 1024), ("flux.1-dev", 1024))
+    for card, gigabytes in (("rtx3080,memory=8GiB", 8), ("rtx3060-12", 12), ("rtx4080", 16), ("rtx4090", 24))
+)
+# A training on rewards (GRPO): model, card, the gigabytes it is sold with
+REWARDS = (
+    ("qwen2.5-0.5b", "rtx3080,memory=8GiB", 8),
+    ("qwen2.5-1.5b", "rtx3060-12", 12),
+    ("qwen2.5-3b", "rtx4080", 16),
+    ("qwen2.5-7b", "rtx4090", 24),
+)
+TRIED = 3  # recipes of each whose other phases are predicted
+REWARDED = """\
+model: {{path: {model}, adapter: {{r: 16}}}}
+data: {{source: prompts.jsonl, sequence_length: 1024}}
+training:
+  objective: grpo
+  reward: examples.reward:names_it
+  batch_size: 8
+  device: cuda
+  grpo: {{group_size: 8, max_completion_tokens: 512, beta: 0.04}}
+memory: {{budget: "100%", levers: rounding}}
+"""
 # model, card, tokens of a rank's sequence, cards, nodes
 MANY_CARDS = (
     ("llama-3.1-8b", "rtx4090", 2048, 2, 1),
@@ -72,20 +105,67 @@ the layers that `peft` chooses for the architecture.
 def asked(pair: tuple[str, str, int, int]) -> dict[str, Any]:
     """The answer for one pair, and the processor time that it took."""
     model, device, gigabytes, length = pair
-    return {"model": model, "device": device, "gigabytes": gigabytes, "length": length} | answered(
-        model, device, length
-    )
+    row = {"model": model, "device": device, "gigabytes": gigabytes, "length": length}
+    return row | answered(model, device, "--seq-len", str(length))
+
+
+def asked_of_images(case: tuple[str, str, int, int]) -> dict[str, Any]:
+    """The answer for a diffusion model, and the processor time that it took."""
+    model, device, gigabytes, pixels = case
+    row = {"model": model, "device": device, "gigabytes": gigabytes, "pixels": pixels}
+    return row | answered(model, device, "--image", str(pixels))
 
 
 def asked_of_many(case: tuple[str, str, int, int, int]) -> dict[str, Any]:
     """The answer for many cards, and the processor time that it took."""
     model, device, length, cards, nodes = case
     row = {"model": model, "device": device, "length": length, "cards": cards, "nodes": nodes}
-    return row | answered(model, device, length, "--world-size", str(cards), "--nodes", str(nodes))
+    return row | answered(model, device, "--seq-len", str(length), "--world-size", str(cards), "--nodes", str(nodes))
 
 
-def answered(model: str, device: str, length: int, *more: str) -> dict[str, Any]:
-    question = ["--model", model, "--device", device, "--seq-len", str(length), *more, "--json"]
+def asked_of_rewards(case: tuple[str, str, int]) -> dict[str, Any]:
+    """The recipes whose update fits, best first, each with the peaks of all phases of its training."""
+    from tightfit.cli.asking import policy_phases_of
+    from tightfit.cli.question import Question
+    from tightfit.cli.recipe_subject import recipe_subject, recipe_text, recipes
+    from tightfit.errors import CannotFit
+
+    model, device, gigabytes = case
+    before, found = processor_seconds(), []
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "run.yaml"
+        config.write_text(REWARDED.format(model=model))
+        subject = recipe_subject(Question(config=str(config), device=device))
+        outcomes = recipes(subject, lambda line: None)
+        for outcome in outcomes.fitting[:TRIED]:
+            config.write_text(recipe_text(subject, outcome))
+            row = {"name": outcome.name, "changes": outcome.changes, "levers": list(outcome.levers)}
+            try:
+                phases = policy_phases_of(Question(config=str(config), device=device), "all")
+                row |= {"fits": True, "peak_bytes": phases.peak_bytes, "drawn_at_once": phases.drawn_at_once}
+            except CannotFit as error:
+                row |= {"fits": False, "needed_bytes": error.least_bytes}
+            found.append(row)
+    return {
+        "model": model,
+        "device": device,
+        "gigabytes": gigabytes,
+        "processor_seconds": processor_seconds() - before,
+        "commit": environment()["commit"],
+        "fitting": len(outcomes.fitting),
+        "tried": len(outcomes),
+        "recipes": found,
+    }
+
+
+def processor_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in both)
+
+
+def answered(model: str, device: str, *more: str) -> dict[str, Any]:
+    question = ["--model", model, "--device", device, *more, "--json"]
     command = [sys.executable, "-m", "tightfit", "fit", *question]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True)
@@ -101,10 +181,39 @@ def answered(model: str, device: str, length: int, *more: str) -> dict[str, Any]
 
 def page(record: dict[str, Any]) -> str:
     """docs/what_fits.md."""
-    results, many = record["results"], record.get("many_cards", [])
-    commits = " and ".join(dict.fromkeys(row["commit"][:10] for row in [*results, *many]))
+    results, many, images = record["results"], record.get("many_cards", []), record.get("images", [])
+    rewards = record.get("rewards", [])
+    commits = " and ".join(dict.fromkeys(row["commit"][:10] for row in [*results, *images, *rewards, *many]))
     head = PAGE.format(torch=record["environment"]["versions"]["torch"], commit=commits, rows=ROWS)
-    return head + "".join(map(section, results)) + "".join(map(section_of_many, many))
+    return (
+        head
+        + "".join(map(section, [*results, *images]))
+        + "".join(section_of_rewards(*pair) for pair in enumerate(rewards))
+        + "".join(map(section_of_many, many))
+    )
+
+
+def section_of_rewards(number: int, row: dict[str, Any]) -> str:
+    """One training on rewards. The first one says what is asked."""
+    asked = (
+        "LoRA of rank 16 beside the reference that it is when it is switched off, 8 completions of 512 tokens to a "
+        "prompt of 512. Each recipe's update fits; its other phases are predicted for the configuration that "
+        "`tightfit fit CONFIG --output` writes (`tightfit estimate CONFIG --phase all`).\n\n"
+    )
+    count = f"The update of {row['fitting']} of {row['tried']} recipes fits.\n\n"
+    names = ("recipe", "generation", "log-probabilities", "update", "drawn at once", "changes", "levers")
+    head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|\n"
+    title = f"\n## GRPO of {row['model']} on {row['device'].partition(',')[0]}, {row['gigabytes']} GB\n\n"
+    return title + (asked if number == 0 else "") + count + head + "".join(map(line_of_rewards, row["recipes"]))
+
+
+def line_of_rewards(recipe: dict[str, Any]) -> str:
+    if not recipe["fits"]:
+        needed = f"needs {recipe['needed_bytes'] / GIB:.1f} GiB"
+        return f"| {recipe['name']} | {needed} | | | | {recipe['changes']} | |\n"
+    peaks = " | ".join(f"{peak / GIB:.1f} GiB" for peak in recipe["peak_bytes"].values())
+    levers = ", ".join(recipe["levers"]) or "none"
+    return f"| {recipe['name']} | {peaks} | {recipe['drawn_at_once']} | {recipe['changes']} | {levers} |\n"
 
 
 def section_of_many(row: dict[str, Any]) -> str:
@@ -137,7 +246,8 @@ def section(row: dict[str, Any]) -> str:
     fitting = [recipe for recipe in recipes if recipe["fits"]]
     shown = (fitting or recipes)[:ROWS]
     title = f"\n## {row['model']} on {row['device'].partition(',')[0]}, {row['gigabytes']} GB\n\n"
-    count = f"{len(fitting)} of {len(recipes)} recipes fit sequences of {row['length']} tokens.\n\n"
+    what = f"an image of {row['pixels']} pixels a side" if "pixels" in row else f"sequences of {row['length']} tokens"
+    count = f"{len(fitting)} of {len(recipes)} recipes fit {what}.\n\n"
     # Answers of earlier commits did not say the host's memory.
     host = any(recipe.get("host_peak_bytes") is not None for recipe in shown)
     names = ("recipe", "peak", *(("host", "blocks streamed") if host else ()), "longest sequence", "largest batch",
@@ -159,7 +269,7 @@ def line(recipe: dict[str, Any], host: bool) -> str:
         *(on_host if host else ()),
         *sizes(recipe),
         f"{recipe['step_seconds']:.2f} s",
-        f"{recipe['tokens_per_second']:,.0f}",
+        "" if recipe["tokens_per_second"] is None else f"{recipe['tokens_per_second']:,.0f}",
         recipe["changes"],
         ", ".join(recipe["levers"]) or "none",
     )
@@ -194,6 +304,22 @@ def main() -> None:
             "results": [known[other[:2]] for other in PAIRS if other[:2] in known],
         }
         write(record, options.output, f"{name}: {known[pair[:2]]['processor_seconds']:.0f} s of processor time")
+    seen = {(row["model"], row["device"]): row for row in record.get("images", [])}
+    for case in IMAGES:
+        name = f"{case[0]}/{case[1].partition(',')[0]}"
+        if case[:2] in seen or (options.only and name not in options.only):
+            continue
+        seen[case[:2]] = asked_of_images(case)
+        record |= {"environment": environment(), "images": [seen[c[:2]] for c in IMAGES if c[:2] in seen]}
+        write(record, options.output, f"{name}: {seen[case[:2]]['processor_seconds']:.0f} s of processor time")
+    taught = {(row["model"], row["device"]): row for row in record.get("rewards", [])}
+    for each in REWARDS:
+        name = f"grpo/{each[0]}/{each[1].partition(',')[0]}"
+        if each[:2] in taught or (options.only and name not in options.only):
+            continue
+        taught[each[:2]] = asked_of_rewards(each)
+        record |= {"environment": environment(), "rewards": [taught[c[:2]] for c in REWARDS if c[:2] in taught]}
+        write(record, options.output, f"{name}: {taught[each[:2]]['processor_seconds']:.0f} s of processor time")
     many = {(row["model"], row["device"], row["cards"]): row for row in record.get("many_cards", [])}
     for case in MANY_CARDS:
         key = (*case[:2], case[3])

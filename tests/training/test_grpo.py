@@ -13,14 +13,19 @@ from test_resume import interrupted, timeless
 from tiny_training import Listener, metrics
 from torch import nn
 
+from command_line import tightfit as run
 from quick_trainings import leave_out_pictures
+from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, ConfigError, DataError, RewardError
 from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.models.decoder import Decoder, DecoderConfig
 from tightfit.step import forward_backward
+from tightfit.tracing.build import build_dry
 from tightfit.training.api import train
 from tightfit.training.config import Config, parse_config
+from tightfit.training.data.prompts import prepare_prompts
+from tightfit.training.grpo import estimate_policy_phases
 from tightfit.training.objective import ADVANTAGES, DRAWN, REFERENCE, counted
 from tightfit.training.policy import PolicyLoss, advantages_of
 from tightfit.training.rewards import rewards_of
@@ -226,7 +231,14 @@ def test_adapters_are_their_own_reference_when_they_are_switched_off(tmp_path: P
 # A training
 
 
-def rewarded(folder: Path, *, reward: str = "letters", prompts: list[Any] | None = None, **training: Any) -> Config:
+def rewarded(
+    folder: Path,
+    *,
+    reward: str = "letters",
+    prompts: list[Any] | None = None,
+    length: int = 48,
+    **training: Any,
+) -> Config:
     folder.mkdir(exist_ok=True)
     source = folder.parent / "prompts.jsonl"
     asked = [f"What is {n} and {n + 1}?" for n in range(10, 20)] if prompts is None else prompts
@@ -237,7 +249,7 @@ def rewarded(folder: Path, *, reward: str = "letters", prompts: list[Any] | None
     return parse_config(
         {
             "model": model,
-            "data": {"source": str(source), "sequence_length": 48, "vocab_size": 300},
+            "data": {"source": str(source), "sequence_length": length, "vocab_size": 300},
             "training": {"objective": "grpo", "reward": f"test_grpo:{reward}", "grpo": groups, **steps, **training},
             "memory": memory,
             "output": {"folder": str(folder / "run")},
@@ -268,6 +280,21 @@ def test_a_reference_of_its_own_counts_in_every_phase(tmp_path: Path):
     assert abs(predicted["update"] - measured["update"]) <= 8  # the factor beta, which PyTorch puts into a tensor
     weights = predicted["generation"] - (bare.predicted_phase_bytes or {})["generation"]
     assert weights >= 4 * result.parameters
+
+
+@pytest.mark.keeps("rewards-train-policy")
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_phases_are_known_from_the_configuration_alone(tmp_path: Path, beta: float):
+    settings = {"max_steps": 1, "grpo": {"beta": beta}}
+    data = prepare_prompts(*_sections(rewarded(tmp_path / "a", **settings)))
+    longest = int(max(data.training.lengths))
+    config = rewarded(tmp_path / "a", length=longest, **settings)
+    model = build_dry(lambda: Decoder(DecoderConfig(**SHAPE)))
+    found = estimate_policy_phases(model, config, lookup("cpu"))
+    result = train(config)
+    assert found.peak_bytes == result.predicted_phase_bytes
+    assert found.drawn_at_once == 8
+    assert found.highest_bytes == max(found.peak_bytes.values())
 
 
 @pytest.mark.keeps("rewards-train-policy", "run-interrupted-resumed-ends")
@@ -351,6 +378,24 @@ def test_conversations_are_asked_in_the_chat_template(tmp_path: Path):
     prompts = [[{"role": "user", "content": f"What is {n}?"}] for n in range(8)]
     result = train(rewarded(tmp_path / "a", max_steps=1, prompts=prompts))
     assert "user" in result.sample
+
+
+def _sections(config: Config) -> tuple[Any, ...]:
+    return config.data, config.model, config.training.groups
+
+
+def test_estimate_answers_one_phase_or_all(tmp_path: Path):
+    config = rewarded(tmp_path / "a")
+    (file := tmp_path / "run.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_defaults=True)))
+    every = json.loads(run("estimate", str(file), "--phase", "all", "--json").out)
+    assert list(every["peak_bytes"]) == ["generation", "update"]
+    one = json.loads(run("estimate", str(file), "--phase", "update", "--json").out)
+    assert one["peak_bytes"] == {"update": every["peak_bytes"]["update"]}
+    refused = run("estimate", str(file), "--phase", "sample")
+    assert (refused.code, refused.err) == (
+        2,
+        "error: --phase sample: known are generation, log_probs, update, and all\n",
+    )
 
 
 # What is refused

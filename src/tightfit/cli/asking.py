@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tightfit.cli.subject import Subject
     from tightfit.models.compress.report import CompressionReport
     from tightfit.models.diffusion_parts import PhaseEstimates
+    from tightfit.training.grpo import PolicyPhases
 
 NARROWEST, WIDEST = 60, 120  # columns of a table
 
@@ -75,20 +76,25 @@ def show_phases(question: Question, phase: str, as_json: bool) -> None:
     """Answer `estimate --phase`."""
     with seldom_collecting(), Waiting() as waiting:
         waiting("running the phases dry")
-        found = phases_of(question, phase)
-    show(found.to_dict() if as_json else described_phases(found, columns()))
+        if question.config is not None:
+            of_policy = policy_phases_of(question, phase)
+            text = described_policy_phases(of_policy, columns())
+            found: PhaseEstimates | PolicyPhases = of_policy
+        else:
+            found = of_denoiser = phases_of(question, phase)
+            text = described_phases(of_denoiser, columns())
+    show(found.to_dict() if as_json else text)
 
 
 def phases_of(question: Question, phase: str) -> "PhaseEstimates":
-    """The phases that a question is about. Raises `InputError` for an unknown one, or another model."""
+    """The phases of training a diffusion model. Raises `InputError` for an unknown one, or another model."""
     from tightfit.cli.subject import subject_of
     from tightfit.models.diffusion_parts import PHASES, estimate_phases, parts_of
     from tightfit.models.published import find_published
 
-    if phase not in (*PHASES, "all"):
-        raise InputError(f"--phase {phase}: known are {', '.join(PHASES)}, and all")
     name = question.model or ""
-    parts = parts_of(find_published(name) if name else None, name or "a CONFIG")
+    parts = parts_of(find_published(name) if name else None, name)
+    phases = _named(phase, PHASES)
     subject = subject_of(question, dry=True)
     batch = subject.batch
     assert isinstance(batch, dict), "a denoiser has a batch by names"
@@ -97,10 +103,47 @@ def phases_of(question: Question, phase: str) -> "PhaseEstimates":
         batch,
         parts,
         subject.estimate(),
-        phases=PHASES if phase == "all" else (phase,),
+        phases=phases,
         precision=subject.asked.step.precision,
         device=subject.asked.step.device,
     )
+
+
+def policy_phases_of(question: Question, phase: str) -> "PolicyPhases":
+    """The phases of a training on rewards. Raises `InputError` for an unknown one, or another objective."""
+    from tightfit.cli.subject import subject_of
+    from tightfit.training.grpo import PHASES, estimate_policy_phases
+
+    subject = subject_of(question, dry=True)
+    config = subject.config
+    assert config is not None, "the question has a CONFIG"
+    if config.training.objective != "grpo":
+        raise InputError(
+            f"--phase {phase}: {question.config} has training.objective {config.training.objective}; of CONFIGs those "
+            "with grpo have phases: leave it out"
+        )
+    phases = _named(phase, PHASES)
+    found = estimate_policy_phases(subject.model, config, subject.asked.device)
+    return replace(found, peak_bytes={name: peak for name, peak in found.peak_bytes.items() if name in phases})
+
+
+def _named(phase: str, known: Sequence[str]) -> Sequence[str]:
+    if phase not in (*known, "all"):
+        raise InputError(f"--phase {phase}: known are {', '.join(known)}, and all")
+    return known if phase == "all" else (phase,)
+
+
+def described_policy_phases(found: "PolicyPhases", width: int) -> str:
+    """One table of the phases of a training on rewards."""
+    from tightfit.planner.report.terminal import rendered, table_of
+    from tightfit.units import format_bytes
+
+    table = table_of("phase", "peak", "of the device")
+    for name, peak in found.peak_bytes.items():
+        fits = "" if peak <= found.device_bytes else ", does not fit"
+        table.add_row(name.replace("_", " "), format_bytes(peak), f"{peak / found.device_bytes:.1%}{fits}")
+    at_once = f"{found.drawn_at_once} completions are drawn at once, for prompts of the full length, {found.device}."
+    return rendered(at_once, "", table, width=width)
 
 
 def described_phases(found: "PhaseEstimates", width: int) -> str:

@@ -39,7 +39,8 @@ Phase = Annotated[
     typer.Option(
         metavar="NAME",
         help="Of training a diffusion model by name: cache (VAE and text encoders run), train, sample, or all, with "
-        "VAE and text encoders resident, offloaded or gone.",
+        "VAE and text encoders resident, offloaded or gone. Of a CONFIG with training.objective grpo: generation, "
+        "log_probs, update, or all.",
         rich_help_panel=THE_STEP,
     ),
 ]

@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +24,8 @@ from tightfit.training.config import Config
 from tightfit.training.data.packing import BatchStream
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.data.prompts import PromptSamples, prepare_prompts
-from tightfit.training.fitting import Fit
-from tightfit.training.objective import DRAWN, REFERENCE, Objective
+from tightfit.training.fitting import Fit, fit
+from tightfit.training.objective import DRAWN, REFERENCE, Objective, counted
 from tightfit.training.policy import PolicyLoss
 from tightfit.training.purpose import Purpose, Running, objective_of
 from tightfit.training.rewards import Function, demand_arguments
@@ -40,6 +41,7 @@ from tightfit.training.rollouts import (
 from tightfit.units import format_bytes
 
 ROLLOUT = "rollout.safetensors"  # of a checkpoint
+PHASES = (GENERATION, LOG_PROBS, UPDATE)
 LEAST_CHUNK = 32  # tokens of a prompt that are read at once; fewer save little beside the cache
 
 
@@ -67,10 +69,18 @@ class GroupPolicy(Purpose):
         return found
 
     def begin(self, model: nn.Module, data: PreparedData, config: Config) -> None:
+        self.prepare_reference(model, config)
+
+    def prepare_reference(self, model: nn.Module, config: Config) -> None:
+        """Copy the model, where the loss compares with what it was and adapters cannot be switched off instead."""
         if config.training.groups.beta and not is_adapted(model):
             self.reference = copy.deepcopy(model).requires_grad_(False).eval()
 
     def loss(self, data: PreparedData, config: Config) -> Objective:
+        return self.loss_of(config)
+
+    def loss_of(self, config: Config) -> Objective:
+        """The loss of an update, which holds the reference beside the model."""
         found = objective_of("grpo", config.training)
         assert isinstance(found, PolicyLoss), "of this objective"
         return found if self.reference is None else replace(found, modules_beside=(self.reference,))
@@ -81,6 +91,16 @@ class GroupPolicy(Purpose):
         """
         samples = data.training
         assert isinstance(samples, PromptSamples), "prompts were read"
+        self.predict_phases(model, samples, fitted, own, device)
+        words = ", ".join(f"{name.replace('_', ' ')} {format_bytes(peak)}" for name, peak in self.peaks.items())
+        at_once = f"{self.drawn_at_once} completions drawn at once"
+        budget = fitted.whole_budget_bytes
+        return f"predicted peaks: {words}; {at_once}" + ("" if budget is None else f"; budget {format_bytes(budget)}")
+
+    def predict_phases(
+        self, model: nn.Module, samples: PromptSamples, fitted: Fit, own: Config, device: DeviceSpec
+    ) -> None:
+        """Set the peaks of the phases, and how completions are drawn. Raises `CannotFit`."""
         role = role_of(device)
         # A backward leaves the workspace of its thread's handle of cuBLAS; what runs besides has its own.
         left = 0 if role is None else role.held_by_a_thread
@@ -106,9 +126,6 @@ class GroupPolicy(Purpose):
         if DRAWN in samples.fullest(1, 0) or REFERENCE in samples.fullest(1, 0):
             self.peaks[LOG_PROBS] = beside + self._weighing(model, samples, fitted, own, device)
         self.peaks[UPDATE] = fitted.peak_bytes
-        words = ", ".join(f"{name.replace('_', ' ')} {format_bytes(peak)}" for name, peak in self.peaks.items())
-        at_once = f"{self._drawing.rows} completions drawn at once"
-        return f"predicted peaks: {words}; {at_once}" + ("" if budget is None else f"; budget {format_bytes(budget)}")
 
     def _weighing(self, model: nn.Module, samples: PromptSamples, fitted: Fit, own: Config, device: DeviceSpec) -> int:
         """Bytes that the log-probabilities of a micro-batch take beside weights."""
@@ -122,6 +139,12 @@ class GroupPolicy(Purpose):
                     dry = trace(log_probs, of, part, *given, is_reference=name == REFERENCE, device=device)
                     found.append(dry.peak_bytes - storage_bytes(held_by([of])))
         return max(found)
+
+    @property
+    def drawn_at_once(self) -> int:
+        """Completions that are drawn at once, once the phases are predicted."""
+        assert self._drawing is not None, "there is a way to draw"
+        return self._drawing.rows
 
     @property
     def predicted(self) -> Mapping[str, int]:
@@ -168,6 +191,39 @@ class GroupPolicy(Purpose):
 
     def end(self, model: nn.Module) -> None:
         self.reference = None
+
+
+@dataclass(frozen=True)
+class PolicyPhases:
+    """The predicted peak of each phase of a training on rewards, and how many completions are drawn at once."""
+
+    peak_bytes: dict[str, int]
+    drawn_at_once: int
+    device: str
+    device_bytes: int
+
+    @property
+    def highest_bytes(self) -> int:
+        return max(self.peak_bytes.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def estimate_policy_phases(model: nn.Module, config: Config, device: DeviceSpec) -> PolicyPhases:
+    """The phases of a training on rewards, from its configuration alone, for prompts of all the tokens that
+    `data.sequence_length` leaves beside a completion. Nothing is run. Raises what planning the step raises.
+    """
+    settings = config.training.groups
+    prompt = [0] * (config.data.sequence_length - settings.max_completion_tokens)
+    samples = PromptSamples([""], [prompt], {}, 0, 0, settings)
+    policy = GroupPolicy()
+    policy.prepare_reference(model, config)
+    batch = counted(samples.fullest(config.training.batch_size, config.data.sequence_length))
+    fitted = fit(model, batch, policy.loss_of(config), config, device)
+    policy.predict_phases(model, samples, fitted, config, device)
+    return PolicyPhases(policy.peaks, policy.drawn_at_once, device.name, device.memory_bytes)
 
 
 def _drawings(samples: PromptSamples) -> list[Drawing]:
