@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.card_cases import CARDS, Step, kinds, steps
+from benchmarks.card_cases import CARDS, Step, kind, steps, zoo_steps
 from benchmarks.environment import environment as described
 
 SECONDS = 600  # after which a step is given up
@@ -38,9 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="leave out the steps that the output holds")
     parser.add_argument("--again", action="store_true", help="with --resume: but run those that are not to the byte")
+    parser.add_argument("--zoo", action="store_true", help="the causal language models of transformers, tiny, instead")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    grid = list(steps(given.each, given.seed))
+    grid = list(zoo_steps() if given.zoo else steps(given.each, given.seed))
     chosen = [step for step in grid if given.only in step.name]
     if given.worker:
         return _work([step for step in chosen if step.card == given.worker])
@@ -66,7 +67,7 @@ def _on(card: str, left: list[Step], given: argparse.Namespace) -> Iterator[dict
     if not left:
         return
     command = [sys.executable, "-m", "benchmarks.card", "--worker", card, "--output", os.devnull]
-    command += ["--only", given.only, "--each", str(given.each), "--seed", str(given.seed)]
+    command += ["--only", given.only, "--each", str(given.each), "--seed", str(given.seed)] + ["--zoo"] * given.zoo
     names = json.dumps([step.name for step in left])
     process = subprocess.Popen(
         command, env=environment(card_of(card)), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -136,12 +137,12 @@ def examine(step: Step) -> dict[str, Any]:
 
     known = find(step.card)
     assert known is not None
-    kind = kinds()[step.kind]
+    chosen = kind(step.kind)
     torch.manual_seed(0)
-    model = kind.build(step.attention)
+    model = chosen.build(step.attention)
     if step.precision == "weights":
         model = model.to(torch.bfloat16)
-    batch = kind.batch(step.size, step.length)
+    batch = chosen.batch(step.size, step.length)
     if step.precision == "weights":
         batch = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in batch.items()}
     precision = "fp32" if step.precision == "weights" else step.precision

@@ -1,10 +1,13 @@
 """The steps of `benchmarks/card.py`: kinds of models, and how each is trained on which card."""
 
+import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,6 +203,30 @@ def kinds() -> dict[str, Kind]:
     for base in ("bf16", "int8", "nf4"):
         found[f"llama, adapters on {base}"] = Kind(partial(_adapted, base), _text)
     return {**found, "unet": Kind(lambda _: UNet(), _latents, ("own",))}
+
+
+def kind(name: str) -> Kind:
+    """The kind of model of a step: one of `kinds()`, or a class of the zoo."""
+    if name not in kinds():
+        zoo = tiny_causal_lms()
+        return Kind(lambda attention: zoo.tiny_model(name).train(), lambda size, length: zoo.tiny_batch(name), ("own",))
+    return kinds()[name]
+
+
+def tiny_causal_lms() -> Any:
+    """Every causal language model class of `transformers`, tiny: the zoo, which lives with the tests."""
+    folder = str(Path(__file__).parent.parent / "tests" / "zoo")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module("tiny_causal_lms")
+
+
+def zoo_steps(card: str = "rtx4090") -> Iterator[Step]:
+    """Every class of the zoo under autocast: plain, and planned with exact levers."""
+    zoo = tiny_causal_lms()
+    for name in zoo.classes():
+        for lever in ("plain", "exact at 0.6x"):
+            yield Step(card, name, "own", "bf16", "adamw fused", lever, zoo.BATCH.size, zoo.BATCH.length)
 
 
 PRECISIONS = ("bf16", "fp32", "fp16", "weights")

@@ -12,7 +12,6 @@ import argparse
 import importlib
 import json
 import multiprocessing
-import sys
 import time
 import traceback
 import warnings
@@ -25,7 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from environment import ROOT, environment
+from card_cases import tiny_causal_lms
+from environment import environment
 from tightfit import Plan, estimate, plan, verify
 from tightfit.errors import CannotFit, TightfitError
 from tightfit.memory.allocator import measured_peak
@@ -35,12 +35,6 @@ from zoo_page import page
 
 BUDGET = "0.6x"
 SECONDS = 300  # after which a class is given up
-
-
-def tiny_causal_lms() -> Any:
-    """The zoo itself, which lives with the tests."""
-    sys.path.append(str(ROOT / "tests" / "zoo"))
-    return importlib.import_module("tiny_causal_lms")
 
 
 def examine(name: str, precision: Precision) -> dict[str, Any]:
