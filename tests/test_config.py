@@ -108,7 +108,8 @@ def test_an_unknown_key_is_told_before_a_wrong_value():
         ({"memory": {"budget": "5 parsecs"}}, "memory.budget: budget '5 parsecs' is not an amount of memory"),
         ({"memory": {"recompute": 3}}, "memory.recompute is 3 (an integer), wanted a mapping"),
         ({"training": {"betas": [0.9]}}, "training.betas is (0.9,) (a list), which has too few or too many values"),
-        ({"training": 3}, "training is 3, wanted a section"),
+        ({"output": "runs/a"}, "output is 'runs/a', wanted a section, whose keys are output.folder, output.overwrite"),
+        ({"training": {"output": "runs/a"}}, "unknown key training.output: did you mean a key of output?"),
         ([3], "holds [3], wanted the sections"),
     ],
 )

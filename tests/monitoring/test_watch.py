@@ -5,12 +5,15 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tightfit
 from drawn_figures import drawn_figures, lines, texts, top_of_stack
 from exactness import bits
 from tightfit.errors import InputError
+from tightfit.levers.chunked_loss import apply_chunked_loss
+from tightfit.levers.deferred_logits import DeferredHead
 from tightfit.memory import pool
 from tightfit.step import StepSettings, model_loss
 from tightfit.training.monitoring.real_run import RealRun
@@ -59,6 +62,21 @@ def watched():
 @pytest.mark.keeps("monitor-reports-step-allocator")
 def test_the_peak_of_the_traced_step_is_the_allocators(watched):
     assert watched.peak_bytes == allocator_peak(decoder(), token_batch())
+
+
+def test_logits_that_a_lever_never_makes_whole_are_not_made_by_watching(monkeypatch):
+    """The model returns logits, and the loop takes the loss: a hook on them waits for backward."""
+    model, batch = decoder(), token_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    monkeypatch.setattr(DeferredHead, "logits", lambda head: pytest.fail("the logits were made"))
+    with apply_chunked_loss(model, "head"), tightfit.monitor(model, optimizer) as watch:
+        for _ in range(3):
+            logits = model(batch["input_ids"]).logits
+            F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+            del logits
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    assert [sample.phase for sample in watch.samples][:3] == ["forward", "backward", "optimizer"]
 
 
 @pytest.mark.parametrize(

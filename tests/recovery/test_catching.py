@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from injected_out_of_memory import CPU_WORDS, CUDA_WORDS
-from tightfit.errors import RecoveryError
+from tightfit.errors import CannotFit, RecoveryError
 from tightfit.memory.failure import is_out_of_memory
 from tightfit.training.recovery.catching import TRIES, Failure, caught, insist
-from tightfit.training.recovery.tightening import SHARES, next_bound
+from tightfit.training.recovery.tightening import SHARES, next_bound, tighter
+from tightfit.units import parse_budget
 
 CPU = torch.device("cpu")
 
@@ -100,3 +101,16 @@ def test_the_next_plan_may_take_what_the_device_has_or_a_share_of_the_peak():
 
 def _full_card():
     raise torch.OutOfMemoryError(CUDA_WORDS)
+
+
+def test_where_more_was_measured_than_the_bound_leaves_the_plan_of_least_peak_is_taken():
+    asked = []
+
+    def within(budget):
+        asked.append(parse_budget(budget))
+        if budget < 500:
+            raise CannotFit("too little", 400)
+        return budget
+
+    assert tighter(within, bound_bytes=-1_000_000, peak_bytes=2_000_000) == asked[-1]
+    assert tighter(within, bound_bytes=-1_000_000, peak_bytes=400) is None

@@ -29,6 +29,27 @@ def test_the_result_names_what_was_predicted_measured_and_reached(tmp_path: Path
     assert len(result["sample"]) > 0
 
 
+def test_a_training_whose_sample_fails_has_its_result_and_says_why_there_is_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def overflowing(*_, **__):
+        raise OverflowError("number too large to fit in target type")
+
+    leave_out_pictures(monkeypatch)
+    leave_out_predictions(monkeypatch)
+    monkeypatch.setattr("tightfit.training.run.sample_text", overflowing)
+    listener = Listener()
+
+    train(settings(tmp_path, training={"max_steps": 2}), reporter=listener)
+
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["sample"] == ""
+    assert any(
+        "no text could be sampled: OverflowError: number too large" in line
+        for kind, line in listener.told
+        if kind == "note"
+    )
+
+
 @pytest.mark.slow  # a whole training with its pictures
 def test_the_picture_shows_what_was_planned_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figures = drawn_figures(monkeypatch)

@@ -156,8 +156,7 @@ class DeferredLogits(Tensor):
             result = still_deferred(args[0], func, args[1:], kwargs)
             if result is not None:
                 return result
-        if func is Tensor.register_hook and is_of_fsdp2(args[1]) and args[0].content is None:
-            # FSDP2 gathers weights before the backward of what a module returns, and looks at no gradient.
+        if func is Tensor.register_hook and looks_at_no_gradient(args[1]) and args[0].content is None:
             hidden = args[0].hidden
             return hidden.register_hook(args[1]) if hidden.requires_grad else None
         # The chunked loss computed the gradient of the hidden states directly, so the logits never had a gradient. A
@@ -193,9 +192,13 @@ def divided(logits: Tensor, divisor: float) -> Tensor:
     return DeferredLogits.of(made, hidden, logits.dtype)
 
 
-def is_of_fsdp2(hook: Any) -> bool:
-    """True if a hook is one that FSDP2 puts on the results of a module."""
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+def looks_at_no_gradient(hook: Any) -> bool:
+    """True for a hook on a module's results that waits for their backward, and reads nothing.
+
+    FSDP2 gathers weights then; a function with the attribute `only_waits` says so itself.
+    """
+    is_of_fsdp2 = type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+    return is_of_fsdp2 or getattr(hook, "only_waits", False)
 
 
 def computed(how: Callable[[DeferredLogits], Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:

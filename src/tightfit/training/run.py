@@ -292,10 +292,16 @@ class TrainingRun:
             raise
 
     def _sample(self, model: nn.Module, data: PreparedData) -> str:
-        """A sample of the trained model; empty where a signal has come."""
+        """A sample of the trained model; empty where a signal has come, or where there is none to be had."""
         try:
             return self.interrupt.cuttable(lambda: sample_text(model, data, seed=self.config.training.seed))
         except Interrupted:
+            return ""
+        except (
+            Exception
+        ) as error:  # no reason to lose a training: weights that diverged, tokens that a null card made up
+            why = str(error).partition("\n")[0]
+            self.reporter.on_note(f"the training is whole, but no text could be sampled: {type(error).__name__}: {why}")
             return ""
 
 

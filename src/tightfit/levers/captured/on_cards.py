@@ -121,6 +121,8 @@ class RecomputedForward(RecordedForward):
         if self.is_alone is None:
             self.is_alone = True
 
+    _reached.only_waits = True  # pyright: ignore[reportFunctionMemberAccess] (see `looks_at_no_gradient`)
+
 
 def has_plain_weights(block: nn.Module) -> bool:
     """True if a block's weights are neither divided over ranks (FSDP2, DTensor) nor quantised."""

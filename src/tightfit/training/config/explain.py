@@ -115,7 +115,8 @@ def _suggestion(section: Key, name: str) -> str:
         return f": did you mean {elsewhere[name]}?"
     known = {**{place: place for place in SECTIONS}, **elsewhere, **{alias: alias for alias in ALIASES}}
     if near := difflib.get_close_matches(name, known, n=1):
-        return f": did you mean {known[near[0]]}?"
+        meant = known[near[0]]
+        return f": did you mean a key of {meant}?" if section and meant in SECTIONS else f": did you mean {meant}?"
     return f": known are {', '.join(here or SECTIONS)}"
 
 

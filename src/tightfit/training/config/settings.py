@@ -69,7 +69,8 @@ def read_mapping(raw: Any, source: str) -> Settings:
             for inner, inner_value in value.items():
                 _put(settings, *_translate((name,), str(inner), inner_value, source))
         elif name in SECTIONS and value is not None:
-            raise ConfigError(f"{source}: {name} is {value!r}, wanted a section: a mapping of keys")
+            keys = ", ".join(f"{name}.{key}" for key in SECTIONS[name])
+            raise ConfigError(f"{source}: {name} is {value!r}, wanted a section, whose keys are {keys}")
         elif name not in SECTIONS:
             _put(settings, *_translate((), str(name), value, source))
     return settings

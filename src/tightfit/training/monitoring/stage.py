@@ -88,6 +88,8 @@ class Stage:
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
         self.backward_begins()
 
+    _gradient_arrives.only_waits = True  # pyright: ignore[reportFunctionMemberAccess] (logits that are never whole stay so)
+
     def backward_begins(self) -> None:
         """Note that backward runs. Call it inside a backward."""
         if self.phase is not Phase.BACKWARD:

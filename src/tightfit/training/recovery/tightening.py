@@ -63,7 +63,7 @@ def tighter(within: Callable[[int], P], bound_bytes: int, peak_bytes: int) -> P 
     none. `within` makes a plan within so many bytes, and raises `CannotFit`.
     """
     try:
-        return within(bound_bytes)
+        return within(max(1, bound_bytes))  # what was measured may be beyond the bound by more than all of it
     except CannotFit as error:
         least = error.least_bytes + UNSEEN_BYTES
     if least >= peak_bytes:
