@@ -8,7 +8,9 @@ import torch
 from three_steps import peak_of_the_third
 
 import tightfit
+from tightfit.planner.separation import refuse_coupled
 from tightfit.runtime.internals import clear_cublas_workspaces
+from tightfit.step import model_loss
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.cuda.allocator import CachingAllocator
 from tiny import decoder, token_batch
@@ -64,3 +66,12 @@ def test_the_simulated_allocator_gives_out_the_blocks_that_pytorchs_does(seed):
             del tensor
             assert torch.cuda.memory_allocated() - before[0] == simulated.allocated
             assert torch.cuda.memory_reserved() - before[1] == simulated.reserved
+
+
+def test_samples_are_tried_apart_in_the_hosts_memory():
+    """A plan may be made while a training runs, whose budget is for the card."""
+    model, batch = decoder().cuda(), {name: tensor.cuda() for name, tensor in token_batch(8, 64).items()}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    refuse_coupled(model, batch, model_loss)
+    assert torch.cuda.max_memory_allocated() - before <= 8 * batch["labels"].nbytes  # of the rows that are tried

@@ -1,8 +1,9 @@
-"""`tightfit train` with streamed blocks on CUDA's path: the bits of the plain run, resumed too."""
+"""`tightfit train` on CUDA's path: the bits of the plain run with streamed blocks, and the peak of steps alone."""
 
 import json
 
 import pytest
+import torch
 from test_streamed_training import SECTIONS, STREAMED, Half, assert_same_bits
 from tiny_training import metrics, settings
 
@@ -10,6 +11,7 @@ import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.planner.levers import Stream
 from tightfit.training.api import train
+from tightfit.training.slowdown import STEPS, TimedStep
 
 pytestmark = pytest.mark.usefixtures("values")
 ON_CARD = {
@@ -44,3 +46,24 @@ def test_a_training_that_streams_has_the_bits_of_the_plain_one_and_is_resumed(tm
     assert sum(result["host_by_category"].values()) == result["host_peak_bytes"]
     assert result["host_by_category"]["parameters"] >= lever.bytes
     assert result["measured_host_peak_bytes"] > 0
+
+
+def test_a_look_at_the_pace_is_no_part_of_the_next_steps_peak(tmp_path, monkeypatch):
+    """Parts of the plain step and of looser plans are timed in the middle of the training, on the same card."""
+    leave_out_pictures(monkeypatch)
+    looks = []
+
+    def plain_seconds(timed, part):
+        looks.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda").nbytes)
+        return 1e-6
+
+    monkeypatch.setattr(TimedStep, "part_that_fits", lambda timed, batch: batch)
+    monkeypatch.setattr(TimedStep, "plain_seconds", plain_seconds)
+    config = settings(
+        tmp_path,
+        training={"device": "cuda", "max_steps": STEPS + 4},
+        memory={"budget": "1.0x", "levers": "exact", "max_slowdown": 0.001},
+    )
+    result = train(config)
+    assert looks
+    assert result.measured_peak_bytes < 1.01 * result.predicted_peak_bytes < looks[0]

@@ -24,6 +24,7 @@ from tightfit.errors import LeverError
 from tightfit.levers.micro_batch import as_parts, as_tensors, batch_size, inseparable_samples, split_batch
 from tightfit.levers.samples import mapped, on_device, rows_of, shortened, unlike
 from tightfit.runtime.dropout import without_dropout
+from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, Part
 from tightfit.tracing.draws import Draws, Generators, assumed
@@ -150,18 +151,19 @@ def _trials(model: nn.Module, plain: Batch, short: Batch, loss: Loss) -> Iterato
 def _at_best(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
     """A trial in fp64, on a copy of a small model that runs so; else as the model is.
 
-    What couples samples weakly is told from rounding by more digits only.
+    What couples samples weakly is told from rounding by more digits only. The copy is in the host's memory: plans are
+    made while a training runs too, and a budget is for its card.
     """
     held = (*model.parameters(), *model.buffers())
     is_small = sum(tensor.nbytes for tensor in held) <= FEW_BYTES
     if is_small and all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in held):
         outside = torch.get_default_dtype()
         try:
-            exact = copy.deepcopy(model).double()
+            exact = _exact_copy(model)
             torch.set_default_dtype(torch.float64)  # of what a loss makes itself
-            return try_apart(exact, tree_map_only(torch.Tensor, _doubled, samples), loss)
+            return try_apart(exact, tree_map_only(torch.Tensor, _doubled_on_host, samples), loss)
         except CannotRun:
-            pass  # a loss that names a dtype: the trial as the model is says why, if that fails too
+            pass  # a loss that names a dtype or a device: the trial as the model is says why, if that fails too
         except (RuntimeError, TypeError):
             pass  # a model that cannot be copied
         finally:
@@ -169,7 +171,20 @@ def _at_best(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
     return try_apart(model, samples, loss)
 
 
-def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+def _exact_copy(model: nn.Module) -> nn.Module:
+    """A copy in fp64 in the host's memory, of which nothing was on a card meanwhile."""
+    plain = [tensor for module in model.modules() for _, tensors in plain_tensors_of(module) for tensor in tensors]
+    made: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers(), *(t for t in plain if not t.requires_grad)):
+        copied = _doubled_on_host(tensor.detach())
+        copied = copied.clone() if copied.data_ptr() == tensor.data_ptr() else copied
+        is_parameter = isinstance(tensor, nn.Parameter)
+        made[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+    return copy.deepcopy(model, made)
+
+
+def _doubled_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.cpu()
     return tensor.double() if tensor.is_floating_point() else tensor
 
 

@@ -167,8 +167,12 @@ class RecoveringStepper(Stepper):
         self.corrections = replace(self.corrections, plan=fitted.plan, bound_bytes=bound_bytes)
         self._pace.begin_again()
         self._reported_bytes = 0
+        self._forget_peak()
+
+    def _forget_peak(self) -> None:
+        """Let the next measured peak be that of steps alone, and not of plans that were made or tried since."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # the peak is the new plan's
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     # A step that fails in its update
 
@@ -199,6 +203,7 @@ class RecoveringStepper(Stepper):
             return
         with self.levers.taken_off():
             found = tighter(partial(self.planner.within, batch), budget - surplus, predicted)
+        self._forget_peak()
         if found is None:
             self.note(f"{above} and beyond the budget of {format_bytes(budget)}; there is no tighter plan")
             return
@@ -213,6 +218,7 @@ class RecoveringStepper(Stepper):
             return
         timed = TimedStep(self, self._state, self.levers, self.planner.plain_peak_bytes)
         found = self._pace.loosened(timed, self.planner.within, batch, self.corrections)
+        self._forget_peak()
         if found.fitted is not None:
             self._put_in_force(found.fitted, None if found.gives_back is None else found.gives_back)
             self.corrections = replace(self.corrections, loosened=self.corrections.loosened + 1)
