@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu import page as gpu_page
+from benchmarks.published import images, muon
 from benchmarks.published.peft_page import methods
 from benchmarks.published.seconds_page import seconds_on_cards, two_clocks
 from benchmarks.published.sharded_page import sharded
@@ -25,6 +26,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "accuracy.md"
 
 Record = Mapping[str, Any]
+
+
+def published_muon() -> str:
+    """The part of docs/optimizers.md about figures of others."""
+    return muon.section(json.loads(muon.RESULTS.read_text("utf-8")))
+
 
 HEAD = """\
 # Accuracy
@@ -437,6 +444,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "published_kernels": published_kernels,
     "published_sharded": sharded,
     "published_peft": methods,
+    "published_images": images.section,
     "card": on_null_cards,
     "gpu_null_cards": gpu_page.on_null_cards,
     "step_time": step_time,
@@ -453,6 +461,7 @@ SCRIPTS = {
     "published": "published/peaks.py",
     "published_kernels": "published/kernels.py",
     "published_peft": "published/peft.py",
+    "published_images": "published/images.py",
     "published_sharded": "published/sharded.py",
     "published_seconds": "published/seconds.py",
     "published_clocks": "published/clocks.py",

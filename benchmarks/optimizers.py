@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accuracy_page import RESULTS, ROOT, rows, where
+from accuracy_page import RESULTS, ROOT, published_muon, rows, where
 from environment import environment
 from tightfit.devices.present import lookup
 from tightfit.levers.micro_batch import as_parts
@@ -157,6 +157,26 @@ In a configuration the schedule gives its learning rate. What it does not name h
 `weight_decay`. An optimizer that wants a closure (LBFGS, SAM) is refused in a line. States of bitsandbytes' paged
 optimizers are counted as memory of the card, which they leave only under pressure.
 
+APOLLO and GaLore (apollo-torch 1.0.3, galore-torch 1.0) have no name of their own: their states hold projectors that a
+checkpoint of a training cannot save, and they ask for the rank in groups of parameters. A class of yours in the working
+folder makes the groups; its states are predicted as they are, and your own loop saves them:
+
+```python
+from apollo_torch import APOLLOAdamW
+
+
+class Apollo(APOLLOAdamW):  # --optimizer apollo:Apollo --optimizer-args rank=256
+    def __init__(self, params, lr=1e-3, rank=256):
+        params = list(params)
+        settings = {{"rank": rank, "proj": "random", "scale_type": "channel", "scale": 1}}
+        settings |= {{"update_proj_gap": 200, "proj_type": "std"}}
+        groups = [{{"params": [p for p in params if p.dim() != 2]}}]
+        super().__init__([*groups, {{"params": [p for p in params if p.dim() == 2], **settings}}], lr=lr)
+```
+
+## Muon with 8-bit states, beside published figures
+
+{published_muon()}
 ## Bytes per parameter
 
 {where(record)}

@@ -165,6 +165,9 @@ def _as_code(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
+LOW_RANK = ("apollo", "galore")  # packages apollo-torch and galore-torch
+
+
 def optimizer_in_words(name: str, step_in_backward: bool) -> str:
     """An optimizer as tables call it."""
     return f"{name}, step in backward" if step_in_backward else name
@@ -183,6 +186,11 @@ def parse_optimizer(text: str) -> OptimizerName:
     if kind not in OPTIMIZERS:
         if (of_class := _CLASS.fullmatch(text)) is not None:
             return OptimizerName(f"{of_class[1]}:{of_class[2]}", arguments=_arguments_of(text, of_class[3]))
+        if kind in LOW_RANK:
+            raise ValueError(
+                f"optimizer {text!r} has no name here, since a checkpoint cannot save the projectors that its package "
+                "keeps in its states: name a class of yours with its ranks by module:Class, as docs/optimizers.md shows"
+            )
         near = difflib.get_close_matches(kind, OPTIMIZERS, n=1)
         hint = f": did you mean {near[0]!r}?" if near else f": choose one of {', '.join(OPTIMIZERS)}, or module:Class"
         raise ValueError(f"optimizer {text!r} is not known{hint}")

@@ -86,6 +86,8 @@ def test_a_device_without_the_kernels_is_one_line():
     [
         ("adanw", "optimizer 'adanw' is not known: did you mean 'adamw'?"),
         ("offloaded_adam", "optimizer 'offloaded_adam' is not known: did you mean 'offloaded_adamw'?"),
+        ("apollo", "optimizer 'apollo' has no name here, since a checkpoint cannot save the projectors"),
+        ("galore", "optimizer 'galore' has no name here"),
         ("xyz", "optimizer 'xyz' is not known: choose one of adamw, "),
         (
             "offloaded_adamw:1.5",

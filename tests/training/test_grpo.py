@@ -289,7 +289,9 @@ def test_the_phases_are_known_from_the_configuration_alone(tmp_path: Path, beta:
     data = prepare_prompts(*_sections(rewarded(tmp_path / "a", **settings)))
     longest = int(max(data.training.lengths))
     config = rewarded(tmp_path / "a", length=longest, **settings)
-    model = build_dry(lambda: Decoder(DecoderConfig(**SHAPE)))
+    shape = config.model
+    assert isinstance(shape, DecoderConfig)
+    model = build_dry(lambda: Decoder(shape))
     found = estimate_policy_phases(model, config, lookup("cpu"))
     result = train(config)
     assert found.peak_bytes == result.predicted_phase_bytes
