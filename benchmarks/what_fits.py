@@ -54,7 +54,7 @@ PAIRS = (
     ("llama-3.1-8b", "h200", 141, 2048),
     ("llama-3.1-70b", "h200", 141, 2048),
 )
-# model, card, the gigabytes it is sold with, pixels of an image
+# Adapters on a diffusion model: model, card, the gigabytes it is sold with, pixels of an image
 IMAGES = tuple(
     (model, card, gigabytes, pixels)
     for model, pixels in (("sdxl", 1024), ("flux.1-dev", 1024))
@@ -113,7 +113,7 @@ def asked_of_images(case: tuple[str, str, int, int]) -> dict[str, Any]:
     """The answer for a diffusion model, and the processor time that it took."""
     model, device, gigabytes, pixels = case
     row = {"model": model, "device": device, "gigabytes": gigabytes, "pixels": pixels}
-    return row | answered(model, device, "--image", str(pixels))
+    return row | answered(model, device, "--image", str(pixels), "--adapter", "r=16,alpha=16")
 
 
 def asked_of_many(case: tuple[str, str, int, int, int]) -> dict[str, Any]:
@@ -246,7 +246,11 @@ def section(row: dict[str, Any]) -> str:
     fitting = [recipe for recipe in recipes if recipe["fits"]]
     shown = (fitting or recipes)[:ROWS]
     title = f"\n## {row['model']} on {row['device'].partition(',')[0]}, {row['gigabytes']} GB\n\n"
-    what = f"an image of {row['pixels']} pixels a side" if "pixels" in row else f"sequences of {row['length']} tokens"
+    what = (
+        f"an image of {row['pixels']} pixels a side; of adapters alone"
+        if "pixels" in row
+        else f"sequences of {row['length']} tokens"
+    )
     count = f"{len(fitting)} of {len(recipes)} recipes fit {what}.\n\n"
     # Answers of earlier commits did not say the host's memory.
     host = any(recipe.get("host_peak_bytes") is not None for recipe in shown)
