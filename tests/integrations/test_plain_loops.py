@@ -11,7 +11,13 @@ from tightfit.planner.plans import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 # The part of the plain peak that is the budget, and the losses that are printed.
-EXAMPLES = {"plain_loop": (0.5, 20), "nanogpt_loop": (0.6, 4), "custom_loss": (0.5, 20), "two_optimizers": (0.8, 8)}
+EXAMPLES = {
+    "plain_loop": (0.5, 20),
+    "nanogpt_loop": (0.6, 4),
+    "custom_loss": (0.5, 20),
+    "two_optimizers": (0.8, 8),
+    "dreambooth_lora": (0.6, 4),
+}
 
 
 @pytest.fixture
@@ -19,6 +25,8 @@ def output(capsys):
     """What an example prints."""
 
     def run(name):
+        if name == "dreambooth_lora":
+            pytest.importorskip("diffusers", reason="the extra diffusion is not installed")
         capsys.readouterr()
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
