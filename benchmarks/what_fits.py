@@ -54,12 +54,13 @@ PAIRS = (
     ("llama-3.1-8b", "h200", 141, 2048),
     ("llama-3.1-70b", "h200", 141, 2048),
 )
-# Adapters on a diffusion model: model, card, the gigabytes it is sold with, pixels of an image
+# Adapters on a diffusion model: model, card, the gigabytes it is sold with, pixels of an image, their base
 IMAGES = tuple(
-    (model, card, gigabytes, pixels)
-    for model, pixels in (("sdxl", 1024), ("flux.1-dev", 1024))
+    (model, card, gigabytes, 1024, base)
+    for model, base in (("flux.1-dev", "nf4"), ("sdxl", "bf16"))
     for card, gigabytes in (("rtx3080,memory=8GiB", 8), ("rtx3060-12", 12), ("rtx4080", 16), ("rtx4090", 24))
 )
+ADAPTED = ("--adapter", "r=16,alpha=16", "--optimizer", "adamw_fused", "--precision", "bf16")
 # A training on rewards (GRPO): model, card, the gigabytes it is sold with
 REWARDS = (
     ("qwen2.5-0.5b", "rtx3080,memory=8GiB", 8),
@@ -109,11 +110,11 @@ def asked(pair: tuple[str, str, int, int]) -> dict[str, Any]:
     return row | answered(model, device, "--seq-len", str(length))
 
 
-def asked_of_images(case: tuple[str, str, int, int]) -> dict[str, Any]:
+def asked_of_images(case: tuple[str, str, int, int, str]) -> dict[str, Any]:
     """The answer for a diffusion model, and the processor time that it took."""
-    model, device, gigabytes, pixels = case
+    model, device, gigabytes, pixels, base = case
     row = {"model": model, "device": device, "gigabytes": gigabytes, "pixels": pixels}
-    return row | answered(model, device, "--image", str(pixels), "--adapter", "r=16,alpha=16")
+    return row | answered(model, device, "--image", str(pixels), *ADAPTED, "--base", base)
 
 
 def asked_of_many(case: tuple[str, str, int, int, int]) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def asked_of_rewards(case: tuple[str, str, int]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.yaml"
         config.write_text(REWARDED.format(model=model))
-        subject = recipe_subject(Question(config=str(config), device=device))
+        subject = recipe_subject(Question(config=str(config), device=device, base="nf4", optimizer="adamw_fused"))
         outcomes = recipes(subject, lambda line: None)
         for outcome in outcomes.fitting[:TRIED]:
             config.write_text(recipe_text(subject, outcome))

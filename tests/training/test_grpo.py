@@ -382,6 +382,18 @@ def test_conversations_are_asked_in_the_chat_template(tmp_path: Path):
     assert "user" in result.sample
 
 
+def test_the_phases_of_a_model_without_memory_count_its_reference(tmp_path: Path):
+    shape = {**SHAPE, "vocab_size": 20_000, "hidden_size": 256}  # what is small has memory in dry runs
+    found = []
+    for beta in (0.0, 0.1):
+        config = rewarded(tmp_path / str(beta), model=shape, grpo={"beta": beta})
+        model = build_dry(lambda: Decoder(DecoderConfig(**shape)))  # pyright: ignore[reportArgumentType]
+        found.append(estimate_policy_phases(model, config, lookup("rtx4090")).peak_bytes)
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert found[1]["generation"] - found[0]["generation"] >= weights
+    assert found[1]["update"] - found[0]["update"] >= weights
+
+
 def _sections(config: Config) -> tuple[Any, ...]:
     return config.data, config.model, config.training.groups
 

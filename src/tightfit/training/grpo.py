@@ -1,7 +1,7 @@
 """The purpose of a training on rewards: what it has beside the model, and the peak of each of its phases."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from tightfit.models.generation_estimate import estimate_generation
 from tightfit.planner.any_code.traced import trace
 from tightfit.planner.request import role_of
 from tightfit.runtime.users_code import object_named
+from tightfit.tracing.build import build_dry
 from tightfit.tracing.record import Category
 from tightfit.tracing.step import held_by
+from tightfit.tracing.twin import unbacked_copy
 from tightfit.training.config import Config
 from tightfit.training.data.packing import BatchStream
 from tightfit.training.data.prepare import PreparedData
@@ -71,10 +73,12 @@ class GroupPolicy(Purpose):
     def begin(self, model: nn.Module, data: PreparedData, config: Config) -> None:
         self.prepare_reference(model, config)
 
-    def prepare_reference(self, model: nn.Module, config: Config) -> None:
+    def prepare_reference(
+        self, model: nn.Module, config: Config, copied: Callable[[nn.Module], nn.Module] = copy.deepcopy
+    ) -> None:
         """Copy the model, where the loss compares with what it was and adapters cannot be switched off instead."""
         if config.training.groups.beta and not is_adapted(model):
-            self.reference = copy.deepcopy(model).requires_grad_(False).eval()
+            self.reference = copied(model).requires_grad_(False).eval()
 
     def loss(self, data: PreparedData, config: Config) -> Objective:
         return self.loss_of(config)
@@ -219,7 +223,7 @@ def estimate_policy_phases(model: nn.Module, config: Config, device: DeviceSpec)
     prompt = [0] * (config.data.sequence_length - settings.max_completion_tokens)
     samples = PromptSamples([""], [prompt], {}, 0, 0, settings)
     policy = GroupPolicy()
-    policy.prepare_reference(model, config)
+    policy.prepare_reference(model, config, lambda model: build_dry(lambda: unbacked_copy(model)))
     batch = counted(samples.fullest(config.training.batch_size, config.data.sequence_length))
     fitted = fit(model, batch, policy.loss_of(config), config, device)
     policy.predict_phases(model, samples, fitted, config, device)
