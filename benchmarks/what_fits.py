@@ -248,7 +248,7 @@ def section(row: dict[str, Any]) -> str:
     shown = (fitting or recipes)[:ROWS]
     title = f"\n## {row['model']} on {row['device'].partition(',')[0]}, {row['gigabytes']} GB\n\n"
     what = (
-        f"an image of {row['pixels']} pixels a side; of adapters alone"
+        f"an image of {row['pixels']} pixels a side, of adapters on this base alone"
         if "pixels" in row
         else f"sequences of {row['length']} tokens"
     )
