@@ -207,3 +207,34 @@ def test_lines_that_read_what_no_kernel_has_made_are_still_named(tmp_path):
         "(x @ x).sum().item()",
         "x.argmax().item()",
     ]
+
+
+class Prepared(torch.autograd.Function):
+    """A loss over a weight whose gradient is made in forward, as losses in chunks make it."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        gradient = torch.zeros_like(weight)
+        gradient.add_(weight.detach())
+        ctx.save_for_backward(gradient)
+        return weight.detach().sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(upstream)
+
+
+def test_autograd_adds_in_place_to_a_gradient_that_forward_has_made():
+    weight = nn.Parameter(torch.zeros(1000, 1024, device="cuda"))
+    places = torch.zeros(8, dtype=torch.int64, device="cuda")
+
+    def peak():
+        weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        (nn.functional.embedding(places, weight).sum() + Prepared.apply(weight)).backward()
+        return torch.cuda.max_memory_allocated()
+
+    plain = peak()
+    with true_decisions():
+        assert peak() == plain

@@ -7,10 +7,12 @@ and what is made of such tensors alone (masks in floating point).
 
 The bytes stay what they are. A tensor that Python has seen has one holder more, so autograd would copy a gradient that
 it could keep, and would not add to it in place. So no kernel is there while autograd's engine runs, but for the time in
-which a checkpoint recomputes.
+which a checkpoint recomputes. The same holds of a storage that Python has seen (`Tensor.untyped_storage`), so those of
+floating-point numbers that nobody knows are left alone.
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
@@ -38,6 +40,7 @@ _OVERWRITE = frozenset({"copy_", "fill_", "zero_", "random_"})  # what was in th
 _MAKE_MASKS = _OVERWRITE | {"masked_fill_", "_index_put_impl_"}  # in place, in floating point too
 MOST = 256 << 20  # bytes of a result that is computed: a mask of 16 rows of 4096 x 4096 in one byte each
 COPIED = 1 << 20  # bytes: up to here the runtime copies whatever it is told to
+_APPLY: Any = vars(torch.autograd.Function)["apply"].__func__.__code__
 WHOLE = (torch.int64, torch.bool)  # ids and masks are copied at any size; packed weights are int32 or shorter
 
 
@@ -159,6 +162,8 @@ class DecidingValues(ComputedValues):
         """How far the results will be known; None: they are not computed."""
         base, of_integers = _base(name), all(map(_is_of_integers, results))
         fills = base == "zero_" or name == "aten::fill_.Scalar"
+        if fills and not of_integers and _may_become_a_gradient():
+            return None
         if fills and _is_zero(args) and results[0].is_contiguous():  # takes no memory of the host
             return Known.FILLED if of_integers else Known.SUPPOSED
         if sum(tensor.nbytes for tensor in results) > MOST:
@@ -216,18 +221,17 @@ class DecidingValues(ComputedValues):
         return min(map(self._known_of, tensors), default=Known.TRUE)
 
     def _known_of(self, tensor: torch.Tensor) -> Known:
-        storage = _storage(tensor)
-        found = None if storage is None else self._known.get(storage.data_ptr())
-        return Known.NO if found is None or storage is None or found[0].cdata != storage._cdata else found[2]
+        found = self._known.get(_begin(tensor))
+        return Known.NO if found is None or found[0].cdata != tensor.untyped_storage()._cdata else found[2]
 
     def _note(self, tensor: torch.Tensor, level: Known) -> None:
-        storage = _storage(tensor)
-        if storage is None:
+        if tensor.layout != torch.strided:
             return
         if not level:
-            self._known.pop(storage.data_ptr(), None)
+            self._known.pop(_begin(tensor), None)
             return
-        self._known[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes(), level
+        storage = tensor.untyped_storage()
+        self._known[_begin(tensor)] = StorageWeakRef(storage), storage.nbytes(), level
         if len(self._known) > self._entries:
             self._known = {begin: entry for begin, entry in self._known.items() if not entry[0].expired()}
             self._entries = max(1024, 2 * len(self._known))
@@ -245,12 +249,30 @@ def _is_of_integers(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
+def _may_become_a_gradient() -> bool:
+    """Whether the forward of an `autograd.Function` runs, which may make gradients (losses over a head in chunks)."""
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _is_zero(args: tuple) -> bool:
     return len(args) < 2 or args[1] == 0
 
 
-def _storage(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage() if tensor.layout == torch.strided else None
+def _begin(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage, 0 for none.
+
+    The storage itself is left alone where that is enough: one that Python has seen has a holder more, and autograd then
+    adds nothing to it in place.
+    """
+    if tensor.layout != torch.strided:
+        return 0
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr() - offset if tensor.data_ptr() else 0
 
 
 class _Engine(torch._C._ImperativeEngine):
