@@ -367,8 +367,6 @@ def ranks_line(group: Sequence[Record]) -> str:
 
 # Cards
 
-FIRST_GRID = "342ee37"  # of which those rows remain that nobody has measured again
-
 
 def on_null_cards(record: Record) -> str:
     """Steps on null cards, card by card, and those that were not predicted to the byte."""
@@ -392,18 +390,16 @@ def on_null_cards(record: Record) -> str:
 
 Measured with PyTorch's own CUDA allocator on a runtime that computes nothing (`devices.nullcard`): the allocator, the
 operators' host code, autocast and the optimizers are PyTorch's. It does not show what kernels compute, seconds, the
-driver's own memory, or the memory in which cuDNN computes. On an H100 attention is cuDNN's, whose workspace was assumed
-to be none; on a real H200 it is 512 bytes.
+driver's own memory, or the memory in which cuDNN computes. On an H100 attention is cuDNN's, and takes on a null card
+what it was seen to take on a real H200.
 
 {card_line(record)} {len(over)} of {sum("budget" in row for row in ran)} plans are above their budget. Each step runs in
 a process of its own (`python -m benchmarks.card`); the third step is compared. Commits:
 {", ".join(f"{commit} ({count} steps)" for commit, count in commits.most_common())}.
 
 {table}
-Not to the byte, all of them. Steps of {FIRST_GRID} were measured before their causes were mended and not again
-(`notes/null-card.md`, "The truth of bytes on the null card"). Of the later ones: 1,024 bytes with an 8-bit optimizer
-are tables of bitsandbytes on the host (mended since); 512 bytes with several micro-batches are the sum of the losses of
-a middle one, which is not traced.
+Not to the byte, all of them. 512 bytes with several micro-batches are the sum of the losses of a middle one, which is
+not traced. Of adapters on nf4 the cause is not known; what these steps reserve is predicted to the byte.
 
 {misses}
 {len(failed)} steps were not measured: {"; ".join(f"{why} ({count})" for why, count in errors.most_common())}.
