@@ -41,5 +41,6 @@ def test_the_results_are_of_the_rows_that_are_there(sharded):
 def test_rows_that_say_what_they_ran_are_within_a_percent_or_have_a_cause():
     clear = [row for row in results() if row["ambiguous"] is None]
     assert all(row["cause"] for row in clear if abs(row["error"]) > 0.01)
-    assert statistics.median(abs(row["error"]) for row in clear) <= 0.002
+    # Since allocations are replayed in their order, ranks are 0.7% off (notes/null-card.md); before it was 0.2%.
+    assert statistics.median(abs(row["error"]) for row in clear) <= 0.01
     assert all(len(row["ambiguous"]) > 20 for row in results() if row["ambiguous"] is not None)

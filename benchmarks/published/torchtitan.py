@@ -260,7 +260,7 @@ class TitanRank:
     is_on_host: bool = False
 
     @contextmanager
-    def playing(self) -> Iterator[None]:
+    def simulated(self) -> Iterator[None]:
         with fake_process_group(0, self.ranks):
             yield
 
