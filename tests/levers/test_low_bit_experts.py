@@ -15,10 +15,10 @@ from tightfit import TokenBatch, estimate
 from tightfit.errors import ModelError
 from tightfit.levers.chunked_loss import apply_chunked_loss
 from tightfit.memory.allocator import scales_of, storage_bytes
-from tightfit.models.adapters import add_adapter
+from tightfit.models.adapters import adapter_state, add_adapter, load_adapter, merged, save_adapter
 from tightfit.models.published import published
 from tightfit.ops.weights.experts import PRODUCT, LowBitExperts, freeze_experts, fused_experts, multiplied
-from tightfit.ops.weights.low_bit import at_full_width, count_weights, freeze_in_low_bits
+from tightfit.ops.weights.low_bit import at_full_width, count_weights, freeze_in_low_bits, frozen_base
 from tightfit.step import StepSettings
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.dry_run import DryRun
@@ -215,17 +215,113 @@ def test_adapters_on_them_are_on_linear_layers_alone(model, layers):
     assert adapted_to
 
 
-@pytest.mark.keeps("base-not-quantised-said")
+ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def adapted_experts(model, base, folder, seed=2, **keys):
+    """Adapters on one projection and on the experts' weights, by a file."""
+    path = folder / "lora.json"
+    named = {"target_modules": ["q_proj"], "target_parameters": ON_EXPERTS, "r": 4, "lora_alpha": 8}
+    path.write_text(json.dumps({**named, **keys}))
+    found = add_adapter(made(model), AdapterConfig(base=base, config=str(path))).train()
+    torch.manual_seed(seed)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return found
+
+
+def first_layer(model):
+    return model.base_model.model.model.layers[0].mlp
+
+
+@pytest.mark.keeps("experts-few-bits-adapted")
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_of_their_weights_are_those_of_peft_beside_the_same_weights_at_full_width(
+    model, kind, rslora, tmp_path
+):
+    low = adapted_experts(model, kind, tmp_path, use_rslora=rslora)
+    wide = at_full_width(copy.deepcopy(low))
+    assert not any(isinstance(module, LowBitExperts) for module in wide.modules())
+    x = torch.randn(2, 40, SHAPE["hidden_size"], requires_grad=True)
+    found = []
+    for layer in map(first_layer, (low, wide)):
+        result = layer(x)
+        result = result[0] if isinstance(result, tuple) else result
+        factors = [p for name, p in layer.named_parameters() if "lora_" in name]
+        assert len(factors) == 4
+        found.append((result, *torch.autograd.grad(result.square().sum(), [x, *factors])))
+    for mine, others in zip(*found, strict=True):
+        torch.testing.assert_close(mine, others, rtol=1e-4, atol=1e-5)
+    with low.disable_adapter():
+        result = first_layer(low)(x)
+    assert not torch.allclose(result[0] if isinstance(result, tuple) else result, found[0][0])
+
+
+@pytest.mark.keeps("experts-few-bits-adapted")
+def test_names_of_experts_before_they_were_fused_are_their_weights(tmp_path):
+    named = AdapterConfig(base="nf4", r=4, target_modules=("w1", "w2", "w3"))
+    assert set(frozen_base(add_adapter(made(mixtral), named)).adapted) == {"gate_up_proj", "down_proj"}
+
+
+@pytest.mark.keeps("experts-few-bits-adapted")
 @pytest.mark.parametrize("base", KINDS)
-def test_adapters_of_their_parameters_are_refused_in_one_line_on_a_base_in_few_bits(tmp_path, base):
-    path = tmp_path / "lora.json"
-    named = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    path.write_text(json.dumps({"target_modules": ["q_proj"], "target_parameters": named}))
-    with pytest.raises(ModelError, match=rf"target_parameters .*gate_up_proj.* base {base} holds in few bits.*bf16$"):
-        add_adapter(made(mixtral), AdapterConfig(base=base, config=str(path)))
-    assert add_adapter(made(mixtral), AdapterConfig(base="bf16", config=str(path)))
+def test_their_adapters_are_written_and_read_as_pefts(base, tmp_path):
+    trained = adapted_experts(qwen, base, tmp_path)
+    save_adapter(trained, tmp_path)
+    again = made(qwen)
+    freeze_in_low_bits(again, base)
+    again = load_adapter(again, tmp_path).train()
+    batch = TokenBatch(2, 16, 300).tensors()
+    assert torch.equal(again(**batch).loss, trained(**batch).loss)
+    again(**batch).loss.backward()
+    assert all(p.grad is not None for name, p in again.named_parameters() if "lora_" in name)
+    wide = load_adapter(made(qwen), tmp_path)  # peft's own
+    assert adapter_state(wide).keys() == adapter_state(again).keys()
 
 
+@pytest.mark.keeps("experts-few-bits-adapted")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_predicted_peak_of_their_adapters_is_the_allocators(kind, precision, tmp_path):
+    adapters, batch = adapted_experts(qwen, kind, tmp_path), TokenBatch(2, 48, 300).tensors()
+    found = estimate(adapters, batch, precision=precision)
+    measured = allocator_peak(adapters, batch, settings=StepSettings(precision))
+    counters = 4 * sum(p.requires_grad for p in adapters.parameters())  # of AdamW's steps, on the host of a card
+    assert found.peak_bytes + counters == measured
+    assert "Adapters are on down_proj, gate_up_proj, q_proj." in str(found)
+
+
+@pytest.mark.keeps("experts-few-bits-adapted")
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_a_plan_of_their_adapters_changes_no_bit(kind, tmp_path):
+    demand_exact_plan(adapted_experts(qwen, kind, tmp_path), TokenBatch(4, 48, 300).tensors(), "0.7x")
+
+
+def test_their_adapters_stay_beside_codes(tmp_path):
+    adapters = adapted_experts(mixtral, "nf4", tmp_path)
+    with pytest.raises(ModelError, match="few bits"):
+        merged(adapters)
+    with pytest.raises(ModelError, match=r"adapters of \w+_proj cannot be merged into its codes in few bits"):
+        first_layer(adapters).experts.merge()
+
+
+@pytest.mark.keeps("experts-few-bits")
+@pytest.mark.parametrize(("width", "coded"), [(36, []), (40, ["gate_up_proj"])])
+def test_experts_that_fill_no_whole_blocks_stay_as_they_are_in_four_bits(width, coded, tmp_path):
+    shape = {**SHAPE, "hidden_size": width, "moe_intermediate_size": 4, "num_experts": 4}
+    low = adapted_experts(lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape)), "nf4",
+                          tmp_path)  # fmt: skip
+    wide = at_full_width(copy.deepcopy(low))
+    experts = [first_layer(m).experts for m in (low, wide)]
+    assert list(experts[0].get_base_layer().wide_shapes) == coded
+    x, chosen, shares = torch.randn(6, width), torch.randint(4, (6, 2)), torch.rand(6, 2)
+    torch.testing.assert_close(*(each(x, chosen, shares) for each in experts))
+
+
+@pytest.mark.keeps("base-not-quantised-said")
 def test_an_estimate_says_what_a_base_in_few_bits_does_not_reach():
     adapters, batch = adapted(qwen, "nf4"), TokenBatch(2, 16, 300)
     found = estimate(adapters, batch, device="rtx4090")

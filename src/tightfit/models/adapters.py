@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from tightfit.errors import ModelError, why_unreadable
 from tightfit.models.decoder import Decoder
 from tightfit.models.diffusion import KINDS, is_denoiser, kind_of
+from tightfit.models.expert_adapters import adapting_codes
 from tightfit.names import FEW_BITS
-from tightfit.ops.weights.experts import NAMES, fused_experts
+from tightfit.ops.weights.experts import fused_experts
 from tightfit.ops.weights.low_bit import freeze_in_low_bits, is_in_low_bits, linear_layers
 from tightfit.training.config.schema import AdapterConfig, ModelConfig, PretrainedModel
 
@@ -39,25 +40,14 @@ def add_adapter(model: nn.Module, config: AdapterConfig) -> nn.Module:
     peft = _peft()
     adapter = _from_file(config.config, model) if config.config is not None else _lora(model, config)
     if config.base in FEW_BITS:
-        _demand_whole_parameters(model, adapter, config.base)
         if adapter.target_modules == ALL_LINEAR and fused_experts(model):  # which peft cannot adapt in few bits
             adapter.target_modules = set(linear_names(model))
         freeze_in_low_bits(model, config.base)
     try:
-        with _no_idle_warnings():
+        with _no_idle_warnings(), adapting_codes(model):
             return peft.get_peft_model(model, adapter)
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a model without a model_type is looked up
         raise ModelError(f"model.adapter: {_reason(str(error), model)}") from error
-
-
-def _demand_whole_parameters(model: nn.Module, adapter: Any, base: str) -> None:
-    """Raises `ModelError` where an adapter is to change parameters that will be codes: peft adds to whole ones."""
-    wanted = [name for name in getattr(adapter, "target_parameters", None) or () if name.rpartition(".")[2] in NAMES]
-    if wanted and fused_experts(model):
-        raise ModelError(
-            f"model.adapter: target_parameters {', '.join(wanted)} are weights of experts, which base {base} holds in "
-            "few bits, and peft adds to whole ones: leave target_parameters out, or take base bf16"
-        )
 
 
 def _lora(model: nn.Module, config: AdapterConfig) -> Any:
@@ -182,7 +172,7 @@ def load_adapter(base: nn.Module, folder: Path) -> nn.Module:
     """A base model with the adapters in `folder`, which can be trained on. Raises `ModelError`."""
     peft = _peft()
     try:
-        with _no_idle_warnings():
+        with _no_idle_warnings(), adapting_codes(base):
             return peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{folder}: does not hold adapters of this model: {why_unreadable(error)}") from error

@@ -49,7 +49,8 @@ _RANDOM_WITHOUT_TAG = frozenset(
 # context parallel gather.
 _REPEATABLE = frozenset(
     {"bitsandbytes::gemm_4bit", "bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"}
-    | {"tightfit::experts_product", "tightfit::gather_parts"}  # all ranks recompute the same operators in one order
+    | {"tightfit::experts_product", "tightfit::experts_gradient"}
+    | {"tightfit::gather_parts"}  # all ranks recompute the same operators in one order
 )
 
 

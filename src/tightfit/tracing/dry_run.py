@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from tightfit.devices.clocks import Seconds
 from tightfit.errors import TraceError
 from tightfit.memory.allocator import memory_of
-from tightfit.ops.weights import experts
+from tightfit.ops.weights.experts import LOOPS
 from tightfit.runtime.internals import (
     active_modes,
     fake_mode_is_active,
@@ -159,8 +159,8 @@ class DryRun(Recording):
         self, traits: Traits, inputs: Sequence[torch.Tensor], call: Call, out: Any, key: Any
     ) -> tuple[float, int]:
         known = key, simulation.host > 0
-        if traits.name == _LOOP and known not in self._costs:
-            self._costs[known] = self.price_of_loop(experts.multiplied, call.args)
+        if traits.name in LOOPS and known not in self._costs:
+            self._costs[known] = self.price_of_loop(LOOPS[traits.name], call.args)
         return super().priced(traits, inputs, call, out, key)
 
     def price_of_loop(self, kernel: Callable[..., torch.Tensor], args: tuple) -> tuple[float, int]:
@@ -436,8 +436,6 @@ class DryRun(Recording):
 _INDEXING, _LENGTHS, _CHOOSING, _RESIZED_IN_PLACE = (
     frozenset(map(str, operators)) for operators in (INDEXING, LENGTHS, CHOOSING, RESIZED_IN_PLACE)
 )
-
-_LOOP = str(experts.PRODUCT)
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default  # a tangent of zeros: it has no memory, and PyTorch branches on it
 

@@ -2,17 +2,19 @@
 
 Since transformers 5 all experts of a layer are two or three parameters of three dimensions, and no linear layers. Here
 they are codes. A product widens as many experts at a time as take no more memory than its own result, in forward and in
-backward. No tensor's size depends on the routing.
+backward. No tensor's size depends on the routing. What low-rank adapters of these weights add is two such products
+with their factors; it never exists as a weight.
 
-The product is one operator, so that recompute replays it as one, whatever the routing. A dry run runs its loop once
-for each shape.
+A product is one operator, so that recompute replays it as one, whatever the routing; so is the gradient of a factor. A
+dry run runs their loops once for each shape.
 """
 
 import functools
 import importlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,24 +24,30 @@ from tightfit.ops.weights.int8 import coded, widened
 
 _LIBRARY = torch.library.Library("tightfit", "FRAGMENT")
 _LIBRARY.define(
-    "experts_product(Tensor rows, Tensor codes, Tensor scale, int[] shape, int? block, int[] ends, bool transposed) "
+    "experts_product(Tensor rows, Tensor codes, Tensor? scale, int[] shape, int? block, int[] ends, bool transposed) "
     "-> Tensor"
 )
+_LIBRARY.define("experts_gradient(Tensor left, Tensor right, int[] ends) -> Tensor")
 PRODUCT: Any = torch.ops.tightfit.experts_product.default
+GRADIENT: Any = torch.ops.tightfit.experts_gradient.default
 
 NAMES = ("gate_up_proj", "up_proj", "down_proj")  # of the weights of experts (`integrations/moe.py` in transformers)
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of experts in few bits. `block` is the number of 4-bit weights with one scale; None: a row has one."""
+    """Weights of experts in few bits. `block` is the number of 4-bit weights with one scale; None: a row has one.
+    Without a scale the codes are the weights.
+    """
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None
     shape: tuple[int, ...]  # experts, rows, columns
     block: int | None
 
     def wide(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """The experts from `first` to before `last`, (last - first, rows, columns), in `dtype`."""
+        if self.scale is None:
+            return self.codes[first:last].to(dtype)
         if self.block is None:
             return widened(self.codes[first:last], self.scale[first:last], dtype)
         count = math.prod(self.shape[1:])
@@ -115,12 +123,21 @@ def _class_in_few_bits(kind: type) -> type:
     return type(f"LowBit{kind.__name__}", (LowBitExperts, kind), {})
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to the experts' weights: `scaling * into[e] @ out_of[e]` to the matrix of expert e."""
+
+    out_of: Tensor  # experts, rank, inputs
+    into: Tensor  # experts, outputs, rank
+    scaling: float
+
+
 class LowBitExperts(nn.Module):
     """The forward of fused experts whose weights are codes, in the dtype of its input, or of autocast. Mixed into the
     class of `transformers`, which has the activation and the biases.
     """
 
     wide_shapes: dict[str, tuple[int, ...]]  # of the weights that are held in few bits
+    low_rank: Mapping[str, Sequence[LowRank]] = MappingProxyType({})  # of adapters, by weight, for the next forward
     num_experts: int
     has_gate: bool
     has_bias: bool
@@ -170,34 +187,48 @@ class LowBitExperts(nn.Module):
         """The rows (S, n), sorted by expert, times their experts' weights: (S, m)."""
         held = self.held(name)
         if not isinstance(held, ExpertWeights):
-            held = ExpertWeights(held, held.new_ones(()), tuple(held.shape), None)
+            held = ExpertWeights(held, None, tuple(held.shape), None)
         codes, scale, shape, block = held
         result: Any = _ExpertsProduct.apply(rows, codes, scale, shape, block, ends, self.is_transposed)
+        for factors in self.low_rank.get(name, ()):
+            result.add_(_added(rows, factors, ends))  # no other tensor of its size beside the two
         return result + self._parameters[f"{name}_bias"][experts].to(result.dtype) if self.has_bias else result  # pyright: ignore[reportOptionalSubscript] - it says so
+
+
+def _added(rows: Tensor, factors: LowRank, ends: Sequence[int]) -> Tensor:
+    """What an adapter adds to the product of rows (S, n), sorted by expert: (S, m), in their dtype."""
+    out_of, into = factors.out_of.to(rows.dtype), factors.into.to(rows.dtype)
+    inner: Any = _ExpertsProduct.apply(rows, out_of, None, tuple(out_of.shape), None, ends, False)  # (S, rank)
+    result: Any = _ExpertsProduct.apply(inner * factors.scaling, into, None, tuple(into.shape), None, ends, False)
+    return result
 
 
 class _ExpertsProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor, shape: Any, block: Any, ends: Any, transposed: bool
+        ctx: Any, rows: Tensor, codes: Tensor, scale: Tensor | None, shape: Any, block: Any, ends: Any, transposed: bool
     ) -> Tensor:
-        ctx.save_for_backward(codes, scale)
+        ctx.save_for_backward(codes, scale, rows if ctx.needs_input_grad[1] else None)
         ctx.told = shape, block, ends, transposed
         return PRODUCT(rows, codes, scale, shape, block, ends, transposed)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         shape, block, ends, transposed = ctx.told
-        codes, scale = ctx.saved_tensors
+        codes, scale, rows = ctx.saved_tensors
         (gradient,) = gradients
-        wanted = ctx.needs_input_grad[0]
-        return (PRODUCT(gradient, codes, scale, shape, block, ends, not transposed) if wanted else None, *(None,) * 6)
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_rows = PRODUCT(gradient, codes, scale, shape, block, ends, not transposed)
+        if ctx.needs_input_grad[1]:
+            of_weight = GRADIENT(*((rows, gradient) if transposed else (gradient, rows)), ends)
+        return of_rows, of_weight, *(None,) * 5
 
 
 def multiplied(
     rows: Tensor,
     codes: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     shape: Sequence[int],
     block: int | None,
     ends: Sequence[int],
@@ -208,7 +239,7 @@ def multiplied(
     experts, *sides = held.shape
     result = rows.new_empty(len(rows), sides[1] if transposed else sides[0])
     at_once = max(1, result.numel() // math.prod(sides))
-    counts = [end - begin for begin, end in itertools.pairwise((0, *ends))]
+    counts = _counts(ends)
     shares, results = rows.split(counts), result.split(counts)
     for first in range(0, experts, at_once):
         last = min(first + at_once, experts)
@@ -222,11 +253,35 @@ def multiplied(
     return result
 
 
+def summed(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
+    """The gradients of the experts' matrices (E, a, b): of each, the sum over its rows of the outer products of left
+    (S, a) and right (S, b), zero where it has none: the operator's kernel.
+    """
+    counts = _counts(ends)
+    result = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    for each, (mine, others) in enumerate(zip(left.split(counts), right.split(counts), strict=True)):
+        if counts[each]:
+            torch.mm(mine.T, others, out=result[each])
+    return result
+
+
+def _counts(ends: Sequence[int]) -> list[int]:
+    """How many rows each expert has."""
+    return [end - begin for begin, end in itertools.pairwise((0, *ends))]
+
+
+LOOPS = {str(PRODUCT): multiplied, str(GRADIENT): summed}  # the kernels, which call other operators
 _LIBRARY.impl("experts_product", multiplied, "CompositeExplicitAutograd")
+_LIBRARY.impl("experts_gradient", summed, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tightfit::experts_product", lib=_LIBRARY)
 def _shape(
-    rows: Tensor, codes: Tensor, scale: Tensor, shape: Sequence[int], block: Any, ends: Any, transposed: bool
+    rows: Tensor, codes: Tensor, scale: Tensor | None, shape: Sequence[int], block: Any, ends: Any, transposed: bool
 ) -> Tensor:
     return rows.new_empty(len(rows), shape[2] if transposed else shape[1])
+
+
+@torch.library.register_fake("tightfit::experts_gradient", lib=_LIBRARY)
+def _shape_of_gradient(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
+    return left.new_empty(len(ends), left.shape[1], right.shape[1])

@@ -138,7 +138,11 @@ def frozen_base(model: nn.Module) -> FrozenBase:
         if not parameter.requires_grad and id(parameter) not in narrow:
             name = _COUNT.sub("*", _WRAPPERS.sub("", path)).removesuffix(".weight")
             wide[name] = wide.get(name, 0) + parameter.nbytes
-    adapted = {path.rpartition(".")[2] for path, module in model.named_modules() if "base_layer" in module._modules}
+    adapted = {
+        getattr(module, "parameter_name", path.rpartition(".")[2])  # peft adapts parameters too
+        for path, module in model.named_modules()
+        if "base_layer" in module._modules
+    }
     return FrozenBase(
         bytes=storage_bytes([*frozen, *(scale for parameter in frozen for scale in scales_of(parameter))]),
         not_quantised=dict(sorted(wide.items(), key=lambda item: -item[1])),
