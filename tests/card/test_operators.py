@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit.ops.weights.low_bit import freeze_in_low_bits
 from tightfit.runtime.operators import tensors_among
 from tightfit.tracing.cuda.allocator import RESULT, round_size
 from tightfit.tracing.cuda.role import CudaRole
@@ -185,7 +187,17 @@ def losses(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             )
 
 
-KINDS = (attention, by_rows, by_places, products, layouts, losses)
+def four_bits(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    for inner, columns in ((64, 256), (512, 1408), (2048, 2048), (1024, 8192), (96, 128)):
+        layer = nn.Linear(inner, columns, bias=columns != 1408, dtype=dtype)
+        held = nn.Sequential(layer)
+        freeze_in_low_bits(held, "nf4")
+        held.cuda()
+        for rows in (1, 5, 16, 64, 300, 600, 2048):
+            yield lambda m=held, r=rows, i=inner: m(tensor(r, i, dtype=dtype))
+
+
+KINDS = (attention, by_rows, by_places, products, four_bits, layouts, losses)
 
 
 def compare(
@@ -203,6 +215,7 @@ def compare(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("cases", KINDS)
+@pytest.mark.filterwarnings("ignore:inner dimension .* is not aligned")  # of bitsandbytes
 def test_operators_allocate_what_the_rules_say_in_their_order(cases, dtype):
     properties = torch.cuda.get_device_properties(0)
     compared = compare(cases, dtype, CudaRole((properties.major, properties.minor), properties.multi_processor_count))

@@ -17,6 +17,7 @@ from tightfit.tracing.cuda.attention import Capability
 from tightfit.tracing.cuda.autocast import AutocastKernels
 from tightfit.tracing.cuda.by_card import scratch_by_card
 from tightfit.tracing.cuda.composites import composites
+from tightfit.tracing.cuda.four_bits import four_bit_scratch
 from tightfit.tracing.cuda.launches import TRITON_INSTALLERS
 from tightfit.tracing.cuda.products import (
     THREADS_WITH_PRODUCTS,
@@ -60,10 +61,12 @@ class CudaRole:
         self, name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple
     ) -> Scratch:
         """Bytes of scratch memory of one operator call, rounded as the allocator rounds them."""
+        card = LaunchLimits(self.capability, self.multiprocessors)
         blocks = [
             *product_scratch(name, tuple(inputs), self.capability, self.release),
             *cuda_workspace(name, inputs, outputs, arguments).blocks,
-            *scratch_by_card(name, inputs, outputs, arguments, LaunchLimits(self.capability, self.multiprocessors)),
+            *scratch_by_card(name, inputs, outputs, arguments, card),
+            *four_bit_scratch(name, inputs, arguments, card, self.release),
         ]
         return Scratch.of(blocks)
 
