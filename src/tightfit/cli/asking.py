@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tightfit import Plan
     from tightfit.cli.subject import Subject
     from tightfit.models.compress.report import CompressionReport
-    from tightfit.models.diffusion_parts import PhaseEstimates
+    from tightfit.models.diffusion_phases import PhaseEstimates
     from tightfit.training.grpo import PolicyPhases
 
 NARROWEST, WIDEST = 60, 120  # columns of a table
@@ -89,7 +89,8 @@ def show_phases(question: Question, phase: str, as_json: bool) -> None:
 def phases_of(question: Question, phase: str) -> "PhaseEstimates":
     """The phases of training a diffusion model. Raises `InputError` for an unknown one, or another model."""
     from tightfit.cli.subject import subject_of
-    from tightfit.models.diffusion_parts import PHASES, estimate_phases, parts_of
+    from tightfit.models.diffusion_parts import parts_of
+    from tightfit.models.diffusion_phases import PHASES, estimate_phases
     from tightfit.models.published import find_published
 
     name = question.model or ""

@@ -27,9 +27,10 @@ else as many as it takes). Gemma 3 from 4b on reads images too; its batch is tex
 tokens, and the loss of diffusers' training scripts. Wan, for which diffusers has none, gets videos of 81 frames. The
 fields of `sd1.5`, `sdxl`, `sd3-medium`, `flux.1-dev`, `qwen-image` and `wan2.1-1.3b` are those of public copies of
 their config.json, the count of `flux.2-klein-4b` is that which PEFT's comparison of methods states; `sd2.1` and
-`wan2.1-14b` have not been compared. For the models up to `flux.1-dev`, `estimate --phase all` has a table of their
-phases: caching what VAE and text encoders make, the steps, and sampling, with VAE and text encoders resident, offloaded
-or gone.
+`wan2.1-14b` have not been compared. `estimate --phase all` has a table of the phases of each: caching what VAE and text
+encoders make, the steps, and sampling, with VAE and text encoders resident, offloaded or gone. They are those of
+diffusers' pipelines. Sampling with guidance runs one batch of two up to `sd3-medium`, and two passes one after the
+other for FLUX.2, Qwen-Image and Wan; the VAE of Wan and of `sdxl` stays in fp32.
 
 | name | also | repository | parameters | stored |
 |---|---|---|---:|---|

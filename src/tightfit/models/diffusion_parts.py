@@ -1,41 +1,34 @@
-"""The models beside a denoiser, VAE and text encoders, and the peaks of a training's phases: caching what those make,
-the steps, and sampling images to look at.
+"""The models beside a denoiser, VAE and text encoders, from the fields of their config.json, and what they make of
+images and texts. For each repository they are those of its pipeline in diffusers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tightfit.devices.present import lookup
 from tightfit.errors import InputError, ModelError
-from tightfit.models.diffusion import INSTALL_HINT, SCALE, kind_of, predicted
+from tightfit.models.diffusion import CLASS, INSTALL_HINT, SCALE
 from tightfit.models.dtypes import convert_weights
-from tightfit.models.mode import evaluating
 from tightfit.models.published import Published, published
-from tightfit.planner.any_code.traced import trace
-from tightfit.planner.estimates import Estimate
-from tightfit.planner.request import role_of
-from tightfit.step import Precision, autocast
-from tightfit.tracing.build import build_dry
-from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
-from tightfit.tracing.record import Category
 
-PHASES = ("cache", "train", "sample")
-PLACES = ("resident", "offloaded", "gone")
-Place = Literal["resident", "offloaded", "gone"]
-GUIDANCE = 7.5  # of the pipelines of diffusers for Stable Diffusion
-SAMPLING_STEPS = 2  # that are run dry: from the second one on all are alike
+FLUX_2_VAE, QWEN_VAE, WAN_VAE = "AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLWan"
+_OF_VIDEOS = (QWEN_VAE, WAN_VAE)  # they take frames, and an image is a video of one
 
 _VAE = {
-    "in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2, "norm_num_groups": 32,
-    "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4, "sample_size": 512,
+    CLASS: "AutoencoderKL", "in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2,
+    "norm_num_groups": 32, "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4, "sample_size": 512,
 }  # fmt: skip
 _VAE_16 = {**_VAE, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
-_CLIP = {"model_type": "clip_text_model", "vocab_size": 49408, "max_position_embeddings": 77}
+_VAE_FLUX_2 = {**_VAE, CLASS: FLUX_2_VAE, "latent_channels": 32, "sample_size": 1024, "patch_size": [2, 2]}
+_VAE_OF_VIDEOS = {
+    "base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+    "temperal_downsample": [False, True, True],
+}  # fmt: skip
+_CLIP = {"vocab_size": 49408, "max_position_embeddings": 77}
 _CLIP_L = {
     **_CLIP, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "hidden_act": "quick_gelu", "projection_dim": 768,
@@ -49,50 +42,93 @@ _CLIP_BIG_G = {
     "hidden_act": "gelu", "projection_dim": 1280,
 }  # fmt: skip
 _T5_XXL = {
-    "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_layers": 24, "num_heads": 64,
-    "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+    "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_layers": 24, "num_heads": 64, "vocab_size": 32128,
+    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+}  # fmt: skip
+_UMT5_XXL = {**_T5_XXL, "vocab_size": 256384}
+_QWEN_3 = {key: value for key, value in published()["qwen3-4b"].config.items() if key != "model_type"}
+_QWEN_2_5_VL = {
+    "text_config": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584},
 }  # fmt: skip
 
 
 class Encoder(NamedTuple):
-    """A text encoder: its class in `transformers`, the fields of its config.json, the tokens of a text."""
+    """A text encoder as a pipeline calls it: its class in `transformers`, the fields of its config.json, the tokens of
+    a text. The pipeline takes the hidden states of these `layers`, side by side (none: the last ones, and no others are
+    kept). With `padded` it gives a mask, with `options` more. It drops the first `template` tokens, which are its own.
+    """
 
     name: str
     config: Mapping[str, Any]
     tokens: int
+    layers: tuple[int, ...] = ()
+    padded: bool = False
+    options: Mapping[str, Any] = {}
+    template: int = 0
 
 
 @dataclass(frozen=True)
 class Parts:
     """The other networks of a denoiser. `passes` of the denoiser make a step of sampling: two with guidance by an empty
-    text, one where the guidance was distilled. With `vae_in_fp32` the scripts keep the VAE so, whatever the others are.
+    text, `in_one_batch` or one after the other, and one where the guidance was distilled. With `vae_in_fp32` scripts or
+    pipelines keep the VAE so, whatever the others are.
     """
 
     vae: Mapping[str, Any]
     encoders: tuple[Encoder, ...]
     passes: int = 2
+    in_one_batch: bool = True
     vae_in_fp32: bool = False
 
 
 _PROJECTED = "CLIPTextModelWithProjection"
+_WAN = Parts(
+    {**_VAE_OF_VIDEOS, CLASS: WAN_VAE},
+    (Encoder("UMT5EncoderModel", _UMT5_XXL, 512, padded=True),),
+    in_one_batch=False,
+    vae_in_fp32=True,
+)
 # By the repository: the subfolders vae, text_encoder, text_encoder_2 and text_encoder_3 of each.
 PARTS = {
     "stable-diffusion-v1-5/stable-diffusion-v1-5": Parts(_VAE, (Encoder("CLIPTextModel", _CLIP_L, 77),)),
     "stabilityai/stable-diffusion-2-1": Parts(_VAE, (Encoder("CLIPTextModel", _CLIP_H, 77),)),
     "stabilityai/stable-diffusion-xl-base-1.0": Parts(
-        _VAE, (Encoder("CLIPTextModel", _CLIP_L, 77), Encoder(_PROJECTED, _CLIP_BIG_G, 77)), vae_in_fp32=True
+        _VAE,
+        (Encoder("CLIPTextModel", _CLIP_L, 77, layers=(-2,)), Encoder(_PROJECTED, _CLIP_BIG_G, 77, layers=(-2,))),
+        vae_in_fp32=True,
     ),
     "stabilityai/stable-diffusion-3-medium-diffusers": Parts(
         _VAE_16,
         (
-            Encoder(_PROJECTED, _CLIP_L, 77),
-            Encoder(_PROJECTED, _CLIP_BIG_G, 77),
+            Encoder(_PROJECTED, _CLIP_L, 77, layers=(-2,)),
+            Encoder(_PROJECTED, _CLIP_BIG_G, 77, layers=(-2,)),
             Encoder("T5EncoderModel", _T5_XXL, 77),
         ),
     ),
     "black-forest-labs/FLUX.1-dev": Parts(
         _VAE_16, (Encoder("CLIPTextModel", _CLIP_L, 77), Encoder("T5EncoderModel", _T5_XXL, 512)), passes=1
     ),
+    "black-forest-labs/FLUX.2-klein-base-4B": Parts(
+        _VAE_FLUX_2,
+        (Encoder("Qwen3ForCausalLM", _QWEN_3, 512, layers=(9, 18, 27), padded=True, options={"use_cache": False}),),
+        in_one_batch=False,
+    ),
+    "Qwen/Qwen-Image": Parts(
+        {**_VAE_OF_VIDEOS, CLASS: QWEN_VAE},
+        (
+            Encoder(
+                "Qwen2_5_VLForConditionalGeneration", _QWEN_2_5_VL, 34 + 512, layers=(-1,), padded=True, template=34
+            ),
+        ),
+        in_one_batch=False,
+    ),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _WAN,
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": _WAN,
 }
 
 
@@ -111,11 +147,10 @@ def build_parts(parts: Parts, dtype: torch.dtype) -> Beside:
     except ImportError as error:
         raise ModelError(f"VAE and text encoders need the package {error.name}: {INSTALL_HINT}") from error
     encoders = []
-    for name, config, _ in parts.encoders:
-        kind: Any = getattr(transformers, name)
-        encoders.append(kind(kind.config_class(**{k: v for k, v in config.items() if k != "model_type"})))
-    of_diffusers: Any = diffusers
-    vae = of_diffusers.AutoencoderKL.from_config(dict(parts.vae))
+    for known in parts.encoders:
+        kind: Any = getattr(transformers, known.name)
+        encoders.append(kind(kind.config_class(**known.config)))
+    vae = getattr(diffusers, parts.vae[CLASS]).from_config(dict(parts.vae))
     for model in (vae, *encoders):
         model.requires_grad_(False).eval()
         convert_weights(model, torch.float32 if model is vae and parts.vae_in_fp32 else dtype)
@@ -123,126 +158,82 @@ def build_parts(parts: Parts, dtype: torch.dtype) -> Beside:
 
 
 @torch.no_grad()
+def embedded(known: Encoder, model: nn.Module, ids: Tensor) -> Tensor:
+    """What the pipeline takes from its text encoder for token ids (B, T)."""
+    given = dict(known.options)
+    if known.padded:
+        given["attention_mask"] = torch.ones_like(ids)
+        given["attention_mask"][:, -1] = 0
+    if not known.layers:
+        return model(ids, **given)[0]
+    found = model(ids, output_hidden_states=True, **given)  # with the logits, where a model has them
+    states = [found.hidden_states[layer] for layer in known.layers]
+    if len(states) > 1:
+        return torch.stack(states, dim=1).transpose(1, 2).flatten(2)
+    return states[0][:, known.template :].clone() if known.template else states[0]
+
+
+def images_of_latents(vae: Any, latents: Tensor) -> Tensor:
+    """Images, or videos, (B, 3, H, W) or (B, 3, F, H, W), whose latents have this shape; all zeros."""
+    size, _, *frames, height, width = latents.shape
+    kind = type(vae).__name__
+    scale = SCALE * (vae.config.patch_size[0] if kind == FLUX_2_VAE else 1)
+    if kind in _OF_VIDEOS:  # the first frame has a latent of its own
+        frames = [1 + (frames[0] - 1) * 2 ** sum(vae.config.temperal_downsample) if frames else 1]
+    return torch.zeros(size, 3, *frames, height * scale, width * scale, dtype=vae.dtype)
+
+
+@torch.no_grad()
 def latents_of(vae: Any, images: Tensor) -> Tensor:
-    """The latents of images (B, 3, H, W), drawn as diffusers' scripts do."""
+    """The latents of images, drawn and scaled as diffusers' scripts do, in the shape that a denoiser takes."""
+    kind = type(vae).__name__
+    if kind == FLUX_2_VAE:
+        latents = _patched(vae.encode(images).latent_dist.mode())
+        mean, deviation = _scales(vae, latents)
+        return (latents - mean) / deviation
+    if kind in _OF_VIDEOS:
+        latents = vae.encode(images).latent_dist.sample()
+        mean, deviation = _scales(vae, latents)
+        latents = (latents - mean) * (1.0 / deviation)
+        return latents.squeeze(2)  # of an image: its one frame
     return vae.encode(images).latent_dist.sample() * vae.config.scaling_factor
 
 
 @torch.no_grad()
-def embedded(encoder: nn.Module, ids: Tensor) -> Tensor:
-    """The last but one hidden states of a text encoder for token ids (B, T), or its last ones, by the model."""
-    return encoder(ids, output_hidden_states=True).hidden_states[-2 if hasattr(encoder, "text_projection") else -1]
-
-
-@torch.no_grad()
 def images_of(vae: Any, latents: Tensor) -> Tensor:
-    """The images of latents (B, C, H / 8, W / 8)."""
-    return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
+    """The images, or videos, of latents as a denoiser has them."""
+    kind, latents = type(vae).__name__, latents.to(vae.dtype)
+    if kind == FLUX_2_VAE:
+        mean, deviation = _scales(vae, latents)
+        return vae.decode(_unpatched(latents * deviation + mean), return_dict=False)[0]
+    if kind in _OF_VIDEOS:
+        latents = latents if latents.dim() == 5 else latents.unsqueeze(2)
+        mean, deviation = _scales(vae, latents)
+        return vae.decode(latents / (1.0 / deviation) + mean, return_dict=False)[0]
+    return vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
 
 
-@torch.no_grad()
-def drawn_latents(model: nn.Module, batch: Mapping[str, Tensor], passes: int, precision: Precision = "fp32") -> Tensor:
-    """Latents after some steps of sampling for the texts of a batch; the updates are Euler's, those of flow models."""
-    texts = {name: torch.cat([value] * passes) for name, value in batch.items() if name != "latents"}
-    latents = torch.randn_like(batch["latents"])
-    with evaluating(model), autocast(precision, latents.device.type):
-        for step in range(SAMPLING_STEPS):
-            at = torch.full((len(latents) * passes,), 1000 - step, device=latents.device)
-            found = predicted(model, torch.cat([latents] * passes), at, texts, kind_of(model))
-            if passes == 2:
-                without, towards = found.chunk(2)
-                found = without + GUIDANCE * (towards - without)
-            latents = latents - found.to(latents.dtype) / SAMPLING_STEPS
-    return latents
+def _scales(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, in the shape of the latents: batch statistics, or numbers of the config."""
+    if type(vae).__name__ == FLUX_2_VAE:
+        statistics = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+    else:
+        statistics = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+    mean, deviation = (each.to(latents).view(1, -1, *[1] * (latents.dim() - 2)) for each in statistics)
+    return mean, deviation
 
 
-@dataclass(frozen=True)
-class PhaseEstimate:
-    """The predicted peak of a phase, with VAE and text encoders in a place: `resident` on the device all the time,
-    `offloaded` to the host but for the one that runs, or `gone` (what they make is cached; sampling keeps the VAE).
-    """
-
-    phase: str
-    parts: Place
-    peak_bytes: int
-    fits: bool
+def _patched(latents: Tensor) -> Tensor:
+    """Latents (B, C, H, W) as 2 x 2 of them in a place, (B, 4 C, H / 2, W / 2)."""
+    size, channels, height, width = latents.shape
+    found = latents.view(size, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+    return found.reshape(size, channels * 4, height // 2, width // 2)
 
 
-@dataclass(frozen=True)
-class PhaseEstimates:
-    """The phases of training a denoiser, and the bytes of weights beside it."""
-
-    rows: tuple[PhaseEstimate, ...]
-    vae_bytes: int
-    encoder_bytes: tuple[int, ...]
-    device: str
-    device_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
-
-
-def estimate_phases(
-    model: nn.Module,
-    batch: Mapping[str, Tensor],
-    parts: Parts,
-    step: Estimate,
-    *,
-    phases: Sequence[str] = PHASES,
-    precision: Precision = "fp32",
-    device: Any = None,
-) -> PhaseEstimates:
-    """The peaks of phases around a training step that was estimated. Nothing is run.
-
-    In `train`, parts that are not gone encode the images and texts of each step. In `sample`, optimizer states stay.
-    """
-    spec = lookup(device)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, batch["latents"].dtype)
-    beside: Any = build_dry(lambda: _together(build_parts(parts, dtype)))
-    own, vae_bytes = step.step_figures.by_category[str(Category.PARAMETER)], _weights(beside["vae"])
-    texts = tuple(_weights(encoder) for encoder in beside["encoders"])
-    role = role_of(spec)
-    # A backward leaves the workspace of its thread's handle of cuBLAS; what runs besides has its own.
-    left = 0 if role is None else role.held_by_a_thread
-    states = step.step_figures.by_category[str(Category.OPTIMIZER_STATE)] + left
-    size, side = len(batch["latents"]), batch["latents"].shape[-1] * SCALE
-    images = torch.zeros(size, 3, side, side, dtype=beside["vae"].dtype)
-
-    def peak(function: Callable[..., Any], *inputs: Any) -> int:
-        return trace(function, *inputs, device=device).peak_bytes
-
-    encoding = [
-        peak(embedded, encoder, torch.zeros(size, each.tokens, dtype=torch.long))
-        for encoder, each in zip(beside["encoders"], parts.encoders, strict=True)
-    ]
-    every = [peak(latents_of, beside["vae"], images), *encoding]
-    all_parts = vae_bytes + sum(texts)
-    cached = {"resident": max(p + all_parts - w for p, w in zip(every, (vae_bytes, *texts), strict=True))}
-    cached["offloaded"] = max(every)
-    found: dict[str, dict[str, int]] = {"cache": cached}
-    if "train" in phases:
-        found["train"] = {
-            "resident": max(step.peak_bytes + all_parts, own + states + cached["resident"]),
-            "offloaded": max(step.peak_bytes, own + states + cached["offloaded"]),
-            "gone": step.peak_bytes,
-        }
-    if "sample" in phases:
-        decoding = peak(images_of, beside["vae"], torch.zeros_like(batch["latents"]))
-        drawing = peak(drawn_latents, model, batch, parts.passes, precision) + states
-        found["sample"] = {
-            "resident": max(drawing + all_parts, own + states + sum(texts) + decoding),
-            "offloaded": max(drawing, own + states + max(decoding, *encoding)),
-            "gone": max(drawing + vae_bytes, own + states + decoding),
-        }
-    room = spec.memory_bytes - (0 if spec.kind == "cpu" else CONTEXT_BYTES)
-    rows = [
-        PhaseEstimate(phase, place, found[phase][place], found[phase][place] <= room)
-        for phase in phases
-        for place in PLACES
-        if place in found[phase]
-    ]
-    return PhaseEstimates(tuple(rows), vae_bytes, texts, spec.name, spec.memory_bytes)
+def _unpatched(latents: Tensor) -> Tensor:
+    size, channels, height, width = latents.shape
+    found = latents.reshape(size, channels // 4, 2, 2, height, width).permute(0, 1, 4, 2, 5, 3)
+    return found.reshape(size, channels // 4, height * 2, width * 2)
 
 
 def parts_of(known: Published | None, name: str) -> Parts:
@@ -254,12 +245,3 @@ def parts_of(known: Published | None, name: str) -> Parts:
             f"--phase is for these diffusion models by name: {names}; {name} is none of them: leave it out"
         )
     return parts
-
-
-def _together(beside: Beside) -> nn.Module:
-    return nn.ModuleDict({"vae": beside.vae, "encoders": nn.ModuleList(beside.encoders)})
-
-
-def _weights(model: nn.Module) -> int:
-    """Bytes of weights and buffers, those under several names once; a model that was built dry has no other sizes."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
