@@ -23,7 +23,7 @@ from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.least import LeastLevers
 from tightfit.planner.search.search import Search
-from tightfit.planner.search.streaming import stream_at_least
+from tightfit.planner.search.streaming import stream_as_priced, stream_at_least
 from tightfit.planner.step_figures import step_host
 from tightfit.recipes.batches import token_count
 from tightfit.recipes.choices import least_bytes
@@ -267,18 +267,26 @@ class RecipeSearch:
         return sum(HostMemory(self.process_bytes, loaded).by_category(held).values())
 
     def streamed(self, found: Found) -> Found:
-        """A recipe that does not fit, with weights on the host: every block at its least, as few streamed as fit."""
-        recipe, asked = found.recipe, self.asked_for(found.recipe)
-        asked = asked.but(levers=[str(asked.levers_named), Stream.name])
-        search = Search(asked.checked(may_choose=True), self.budget, limit_bytes=self.budget_bytes)
+        """A recipe that does not fit, with weights on the host: the choice of streamed blocks and recompute that is
+        fastest by its prices, or every block at its least with as few streamed as fit.
+        """
+        recipe, search = found.recipe, self.streamed_search(found.recipe)
         search.routing_matters = search.plain.peak_depends_on_data
         if settings := Stream.settings(search.step()):
-            stream_at_least(search, frugal_levers(search)[0], settings)
+            base = frugal_levers(search)[0]
+            if not stream_as_priced(search, base, settings, most=1):
+                stream_at_least(search, base, settings)
         if (best := search.best) is None:
             return found
         found = Found(self.outcome(search, recipe, best, as_plan(search, best)), best)
         self.notice(_line(found.outcome))
         return found
+
+    def streamed_search(self, recipe: Recipe) -> Search:
+        """A search of the recipe's whole step that may stream weights."""
+        asked = self.asked_for(recipe)
+        asked = asked.but(levers=[str(asked.levers_named), Stream.name])
+        return Search(asked.checked(may_choose=True), self.budget, limit_bytes=self.budget_bytes)
 
     # Traced whole
 

@@ -6,15 +6,18 @@ it has about the same line at another height. A dry run at the size that the lin
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from tightfit.names import OFFLOADED, parse_optimizer
+from tightfit.planner.levers import Stream
 from tightfit.planner.search.bisection import NOT_WORTH_A_RUN, Convex, Range, corrected_bound, halved
-from tightfit.planner.search.candidates import UNSEEN_BYTES
-from tightfit.recipes.batches import Dimension, dimensions_of
-from tightfit.recipes.records import LargestSize
+from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
+from tightfit.recipes.batches import Dimension, Shape, dimensions_of
+from tightfit.recipes.records import LargestSize, Recipe
 from tightfit.recipes.search import Found, RecipeSearch
-from tightfit.recipes.whole_step import SharedStep, WholeStep
+from tightfit.recipes.whole_step import SharedStep, WholeStep, frugal_levers, with_shape
 from tightfit.tracing.joined import state_bytes
 
 WITH_ATTENTION = 3  # dry runs that look for a larger size with attention kept
@@ -26,13 +29,14 @@ JUMP = 8  # times the largest size that was run dry, for the next
 
 def with_sizes(search: RecipeSearch, found: Found, *, confirm: bool) -> Found:
     """The outcome of a recipe that fits, with its longest sequence and its largest batch."""
-    if found.outcome.streamed_blocks:  # the traces that recipes share hold all weights on the device
-        return found
-    asked, shared, candidate = search.asked, search.shared_step(found.recipe), found.candidate
+    asked, candidate = search.asked, found.candidate
     dimensions = dimensions_of(asked.model, asked.batch, asked.micro_batches)
     if dimensions is None or candidate is None:
         return found
-    step = None
+    if found.outcome.streamed_blocks:  # the traces that recipes share hold all weights on the device
+        longest, largest = _streamed_sizes(search, found.recipe, dimensions, confirm=confirm)
+        return replace(found, outcome=replace(found.outcome, longest_sequence=longest, largest_batch=largest))
+    shared, step = search.shared_step(found.recipe), None
     if parse_optimizer(found.recipe.optimizer).kind == OFFLOADED:  # traced whole, so it is not joined to confirm a size
         part = shared.search.whole(candidate.combination, candidate.policies, candidate.joined)
         beside = max(0, candidate.peak_bytes - part.peak_bytes)
@@ -42,6 +46,37 @@ def with_sizes(search: RecipeSearch, found: Found, *, confirm: bool) -> Found:
     limit = shared.search.budget_bytes - UNSEEN_BYTES - beside
     longest, largest = (largest_size(shared, step if confirm else None, each, limit) for each in dimensions)
     return replace(found, outcome=replace(found.outcome, longest_sequence=longest, largest_batch=largest))
+
+
+def _streamed_sizes(
+    search: RecipeSearch, recipe: Recipe, dimensions: Sequence[Dimension], *, confirm: bool
+) -> list[LargestSize]:
+    """The largest sizes with all blocks streamed and at their least: two dry runs of the whole step, and those that
+    confirm a size. The second dimension takes the line of the first, shifted by nothing: as many tokens take about as
+    much.
+    """
+    whole = search.streamed_search(recipe)
+    combination, policies = frugal_levers(whole)
+    combination = combination.with_lever(Stream.settings(whole.step())[-1])
+    limit, found, line = whole.budget_bytes - UNSEEN_BYTES, [], None
+
+    def peak_and_excess(shape: Shape) -> tuple[int, int]:
+        resized = with_shape(whole, shape)
+        traced = Candidate(combination, policies, (), resized.whole(combination, policies))
+        return traced.peak_bytes, resized.excess(traced)
+
+    for each in dimensions:
+        now, among = each.now, Range(each.now, each.most, each.multiple_of)
+        other = 2 * now if 2 * now <= each.most else max(1, now // 2)
+        measure = partial(lambda dimension, size: peak_and_excess(dimension.shape(size)), each)
+        points = Convex({size: measure(size)[0] for size in (now, *(() if line else (other,)))})
+        guide = points if line is None else Convex({size * now // line[0]: peak for size, peak in line[1].items()})
+        guess, fits = guide.largest(limit, among), now
+        if confirm:
+            fits, guess = corrected_bound(measure, points, limit, among, guess)
+        found.append(LargestSize(fits, confirmed=True) if fits > now or guess == now else LargestSize(guess))
+        line = line or (now, points)
+    return found
 
 
 def largest_size(shared: SharedStep, step: WholeStep | None, dimension: Dimension, limit: int) -> LargestSize:

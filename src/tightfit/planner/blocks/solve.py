@@ -23,7 +23,7 @@ stops at `WIDEST`, and the solution says how far from the optimum it may be.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,6 +68,16 @@ class Chain:
         blocks = len(self.options)
         assert len(self.forward_base) == len(self.backward_base) == blocks, "a chain has one pair of bases per block"
         assert all(self.options), "every block of a chain has at least one option"
+
+    def lowered(self, nbytes: int) -> "Chain":
+        """The chain with so many bytes fewer at every point, such as of weights that are elsewhere."""
+        return replace(
+            self,
+            forward_base=tuple(level - nbytes for level in self.forward_base),
+            backward_base=tuple(level - nbytes for level in self.backward_base),
+            middle_bytes=self.middle_bytes - nbytes,
+            fixed_bytes=self.fixed_bytes - nbytes,
+        )
 
 
 @dataclass(frozen=True)
