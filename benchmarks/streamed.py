@@ -6,7 +6,7 @@ stream most blocks, the system bounds the memory: `RLIMIT_DATA`, which counts wh
 allocator, stacks), touched or not, and no page of a file. It is below the bytes of the weights.
 
     python benchmarks/streamed.py [--small] [--work adapters all] [--residency NAME ...] [--steps N]
-        [--folder DIR] [--output FILE]
+        [--resume] [--folder DIR] [--output FILE]
 
 All weights, resident, with their states do not fit a machine of 16 GB. That training is PyTorch's own: weights and
 gradients are in memory, moments in mapped files, and one weight after the other is updated by `torch.optim.adamw`.
@@ -243,6 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--residency", nargs="+", default=["none", "half", "most", "every one"], help="none first")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="of the files")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the file that are of as many steps")
     parser.add_argument("--case", metavar="JSON", help="one training in this process")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
@@ -257,9 +258,12 @@ def main(arguments: list[str] | None = None) -> None:
         for work in given.work:
             rows: dict[str, Any] = {}
             how = {"weights_bytes": nbytes, "blocks": shape["num_layers"], "steps": given.steps, "tokens": LENGTH}
+            before = results.get(work, {})
+            if given.resume and all(before.get(key) == value for key, value in how.items()):
+                rows.update(before["rows"])
             results[work] = {**how, "limit": "RLIMIT_DATA", "environment": environment(), "rows": rows}
             for name, share in RESIDENT[work].items():
-                if name not in given.residency:
+                if name not in given.residency or name in rows:
                     continue
                 # Of all weights, two blocks with their states and the embedding with its own take as much as they do.
                 is_bounded = share == 0 or (share <= 0.1 and (given.small or work == "adapters"))
@@ -270,6 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
                 }  # fmt: skip
                 print(f"{work}, {name} streamed:", file=sys.stderr, flush=True)
                 row = rows[name] = in_own_process(case)
+                row["commit"] = environment()["commit"]
                 row["losses_equal"] = torch.equal(torch.tensor(row["losses"]), torch.tensor(rows["none"]["losses"]))
                 row["weights_equal"] = row["weights_sha256"] == rows["none"]["weights_sha256"]
                 given.output.parent.mkdir(parents=True, exist_ok=True)
