@@ -14,8 +14,9 @@ from tightfit.memory.allocator import cpu_rise, storage_bytes
 from tightfit.memory.counters import this_process
 
 # From these sizes on, memory that is freed goes back to the system at once (`give_back_at_once`). glibc's own limit
-# rises to 32 MiB with the sizes that a program frees, and its heap then holds what a step has freed in pieces.
-THRESHOLD_BYTES = 1 << 18
+# rises to 32 MiB with the sizes that a program frees, and its heap then holds what a step has freed in pieces. With
+# 256 KiB, activations of few tokens (128 KiB each) left holes of 61 MB in the heap of a 1B's training.
+THRESHOLD_BYTES = 1 << 16
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
