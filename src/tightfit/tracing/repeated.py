@@ -152,8 +152,19 @@ def label_states(
         dry.ledger.on_host(state)
 
 
-def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
-    """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end."""
+def run_parts(
+    dry: DryRun,
+    model: nn.Module,
+    parts: Sequence[Part],
+    loss: Loss,
+    settings: StepSettings,
+    *,
+    total: torch.Tensor | None = None,
+) -> list[int]:
+    """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end.
+
+    `total` is the loss of micro-batches that ran before.
+    """
     boundaries = [len(dry.operators)]
     scaler: Any = None if dry.loss_scale is None else Scaler(dry.loss_scale)
     for number, part in enumerate(parts, start=1):
@@ -161,7 +172,8 @@ def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, 
         held = Contents((part.batch,))  # a loss may take its labels out of the batch, and it runs again
         try:
             with accumulation() if more_follow else nullcontext(), adding_up(model, last=not more_follow):
-                forward_backward(model, [part], loss, settings.precision, scaler=scaler, observer=Phases(dry))
+                precision, observer = settings.precision, Phases(dry)
+                total = forward_backward(model, [part], loss, precision, scaler=scaler, observer=observer, total=total)
         finally:
             held.restore()
         boundaries.append(len(dry.operators))
