@@ -11,6 +11,7 @@ import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.planner.levers import Stream
 from tightfit.training.api import train
+from tightfit.training.fitting import LeversInForce
 from tightfit.training.slowdown import STEPS, TimedStep
 
 pytestmark = pytest.mark.usefixtures("values")
@@ -46,6 +47,29 @@ def test_a_training_that_streams_has_the_bits_of_the_plain_one_and_is_resumed(tm
     assert sum(result["host_by_category"].values()) == result["host_peak_bytes"]
     assert result["host_by_category"]["parameters"] >= lever.bytes
     assert result["measured_host_peak_bytes"] > 0
+
+
+@pytest.mark.keeps("streamed-trained-bits")
+def test_weights_that_stream_are_never_on_the_card_together(tmp_path, monkeypatch):
+    """The card has less memory than the weights, as a plan that streams them allows."""
+    leave_out_pictures(monkeypatch)
+    before = []
+    enter = LeversInForce.__enter__
+
+    def entered(levers):
+        torch.cuda.reset_peak_memory_stats()
+        there = torch.cuda.memory_allocated()  # workspaces of cuBLAS
+        before.append(sum(weight.nbytes for weight in levers._model.parameters() if weight.is_cuda))
+        entered = enter(levers)
+        before.append(torch.cuda.max_memory_allocated() - there)
+        return entered
+
+    monkeypatch.setattr(LeversInForce, "__enter__", entered)
+    train(settings(tmp_path, **ON_CARD, memory={**STREAMED, "budget": "0.7x"}))
+    lever = tightfit.Plan.from_dict(json.loads((tmp_path / "run" / "plan.json").read_text())).lever(Stream)
+    assert lever is not None
+    assert before[0] == 0
+    assert before[1] < lever.bytes
 
 
 def test_a_look_at_the_pace_is_no_part_of_the_next_steps_peak(tmp_path, monkeypatch):

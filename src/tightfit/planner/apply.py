@@ -102,7 +102,8 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
     if offload_store is None and any(policy.offloads for policy in policies.values()):
         offload_store = HostStore()  # plans of before offloaded choices always had their lever
     # On another kind of device, blocks run other operators: nothing is expected of them there.
-    is_on_card = any(parameter.is_cuda for parameter in model.parameters())
+    card = None if plan.lever(Stream) is None else card_for(plan, model)
+    is_on_card = card is not None or any(parameter.is_cuda for parameter in model.parameters())
     is_there = (plan.room is not None) == is_on_card
     if is_on_card:
         # What building a model leaves in the allocator's cache decides which blocks later steps split: up to 0.6% of a
@@ -114,7 +115,7 @@ def apply_plan(plan: PlanRecord, model: nn.Module) -> AppliedPlan:
     applied = AppliedPlan(plan, model, levers_on)
     if plan.lever(Stream) is not None:
         try:
-            settle(model, card_for(plan, model))
+            settle(model, card)
         except BaseException:  # the host has no room, Ctrl-C
             applied.undo()
             raise

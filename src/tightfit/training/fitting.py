@@ -17,7 +17,7 @@ from tightfit.optim import OffloadedAdamW
 from tightfit.planner.api import estimate_asked, plan_asked
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.host import host_of
-from tightfit.planner.levers import MicroBatches, Recompute, allowed_levers
+from tightfit.planner.levers import MicroBatches, Recompute, Stream, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import HostMemory, StepFigures, WithHost
 from tightfit.planner.request import Request
@@ -72,6 +72,11 @@ class Fit(WithHost):
     def sharding(self) -> Sharding:
         """The plan's choices about FSDP2."""
         return Sharding() if self.plan is None else self.plan.sharding
+
+    @property
+    def streams(self) -> bool:
+        """True if weights of blocks live on the host."""
+        return self.plan is not None and self.plan.lever(Stream) is not None
 
     def micro_batches_for(self, length: int) -> int:
         """The micro-batches of a batch whose rows have `length` tokens."""

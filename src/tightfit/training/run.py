@@ -74,7 +74,7 @@ class TrainingRun:
         if line := self.purpose.planned(model, ready.data, fitted, ready.own, ready.device):
             self.reporter.on_note(line)
         whole = WholeModel(model, ranks) if fitted.is_sharded else None
-        if whole is None:  # shards are moved one block at a time
+        if whole is None and (config.memory.verify or not fitted.streams):  # shards are moved one block at a time
             model.to(ready.device.kind)
         self.purpose.to(ready.device.kind)
         if fitted.plan is not None:
@@ -90,6 +90,8 @@ class TrainingRun:
             files.write_beginning(self.folder, is_resumed=checkpoint is not None)
             corrected = ready.context.corrections(checkpoint, ready.stored).plan
             in_force = fitted if corrected is None else fit_of(corrected, model, ready.own, ready.device)
+            if whole is None and not in_force.streams:  # else the card need not have room for all weights
+                model.to(ready.device.kind)
             with LeversInForce(in_force, model) as levers:
                 if fitted.is_sharded:
                     shard(model, ready.blocks, ranks, in_force.sharding, precision=config.training.precision)
