@@ -5,6 +5,7 @@ import json
 import mmap
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from command_line import tightfit as run_command
 from tightfit.errors import CannotFit
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.planner import host
 from tightfit.planner.records import HostMemory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,3 +126,19 @@ def test_a_training_takes_what_was_predicted(case, monkeypatch):
     command = [sys.executable, str(ROOT / "benchmarks" / "host_memory.py"), "--case", asked]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert module.is_within(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.keeps("host-peak-is-predicted")
+def test_a_training_on_a_card_has_the_libraries_of_cuda_too(model, monkeypatch):
+    """By the figures that `benchmarks/libraries.py` wrote, unless this process has started CUDA already."""
+    figures = tomllib.loads((ROOT / "src" / "tightfit" / "devices" / "libraries.toml").read_text())
+    results = json.loads((ROOT / "benchmarks" / "results" / "libraries.json").read_text())
+    rows = results[figures["measured_on"]]["rows"]
+    assert figures["steps_bytes"] == max(row["steps_bytes"] - row["predicting_bytes"] for row in rows.values())
+    monkeypatch.setattr(host, "process_bytes", lambda held, tidied: 1 << 28)
+    here, with_cuda = tightfit.estimate(model, BATCH, device="cpu"), tightfit.estimate(model, BATCH, device="rtx4090")
+    build = figures["build_bytes"] if torch.version.cuda is None else 0
+    assert here.host.process == 1 << 28
+    assert with_cuda.host.process == (1 << 28) + figures["steps_bytes"] + build > here.host.process
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert tightfit.estimate(model, BATCH, device="rtx4090").host.process == 1 << 28

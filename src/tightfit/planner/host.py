@@ -2,6 +2,7 @@
 
 import torch
 
+from tightfit.devices.libraries import library_bytes
 from tightfit.errors import CannotFit
 from tightfit.memory.allocator import memory_of
 from tightfit.memory.process import process_bytes
@@ -37,6 +38,8 @@ def host_of(request: Request) -> HostMemory:
     """
     on_card = request.device.kind != "cpu"
     process = process_bytes(_held(request), tidied=request.host_budget is not None)
+    if on_card:
+        process += library_bytes()
     return HostMemory(process, weight_bytes(request) if on_card and request.world is None else 0)
 
 
