@@ -14,7 +14,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.optim.by_name import build_optimizer, state_tensors
 from tightfit.step import Loss, StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.tracing.step import plain_tensors
+from tightfit.tracing.surroundings import plain_tensors
 
 VOCABULARY = 600
 

@@ -250,7 +250,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class TitanRank:
-    """Rank 0 of so many, as a dry run plays it (`tightfit.tracing.step.Rank`)."""
+    """Rank 0 of so many, as a dry run plays it (`tightfit.tracing.surroundings.Rank`)."""
 
     ranks: int
     reshard: Reshard

@@ -25,7 +25,7 @@ from tightfit.tracing.shapes import TensorShape
 
 @dataclass
 class SimulatedRank:
-    """A rank of a world, as `tracing.step` simulates it. `blocks` are the paths that FSDP2 wraps one by one."""
+    """A rank of a world, as `tracing.surroundings` simulates it. `blocks` are the paths that FSDP2 wraps one by one."""
 
     world: World
     number: int

@@ -19,7 +19,7 @@ from tightfit.recipes.lines import remakes_optimizer
 from tightfit.recipes.records import Autocast, Dtype, Recipe
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch, Optimizer, TokenBatch
-from tightfit.tracing.step import plain_tensors
+from tightfit.tracing.surroundings import plain_tensors
 from tightfit.training.config.schema import AdapterConfig
 
 OptimizerOf = Callable[[Recipe], Optimizer]

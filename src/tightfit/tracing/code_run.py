@@ -42,7 +42,8 @@ from tightfit.tracing.recording import OperatorCost, no_cost
 from tightfit.tracing.repeated import label_states
 from tightfit.tracing.restore import Contents, generators_restored
 from tightfit.tracing.shapes import TensorShape
-from tightfit.tracing.step import operators_simulated, record, running_dry
+from tightfit.tracing.step import record
+from tightfit.tracing.surroundings import operators_simulated, running_dry
 from tightfit.tracing.twin import memory_given
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace

@@ -1,82 +1,36 @@
 """Runs a whole training step dry and returns its record."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from tightfit.levers.activity import activity
 from tightfit.levers.recompute.region import forwards_on
-from tightfit.memory.allocator import collector_off, memory_of, scales_of
+from tightfit.memory.allocator import memory_of
 from tightfit.optim import OffloadedAdamW
 from tightfit.optim.by_name import OptimizerFactory, build_optimizer, moves_gradients, named_states
 from tightfit.optim.in_backward import only, step_in_backward, steps_in_backward
 from tightfit.optim.link import file_of
-from tightfit.runtime.module_paths import plain_tensors_of
-from tightfit.runtime.nested import tensors_in
-from tightfit.runtime.outside import outside_training
 from tightfit.runtime.simulation import simulation
 from tightfit.step import Loss, Part, StepSettings, adding_up, let_go, modules_beside, stepped, update
-from tightfit.tracing.compiled_code import compiled_code_simulated
 from tightfit.tracing.cuda import CudaRole
-from tightfit.tracing.cuda.allocator import MIN_BLOCK
-from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
-from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, THREADS_WITH_PRODUCTS
 from tightfit.tracing.cuda.replay import as_allocated
-from tightfit.tracing.draws import Generators
-from tightfit.tracing.dry_run import DryRun, Lasting
-from tightfit.tracing.faults import faults
-from tightfit.tracing.host import on_host
-from tightfit.tracing.ledger import Ledger
-from tightfit.tracing.modules import ModuleTracker
-from tightfit.tracing.questions import answers_of, retried
-from tightfit.tracing.random_states import random_states_counted
-from tightfit.tracing.reading import reads_answered
+from tightfit.tracing.dry_run import DryRun
+from tightfit.tracing.questions import retried
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost, OperatorCost, Recording, no_cost
 from tightfit.tracing.repeated import DryStep, Phases, give_gradient, label_states, needs_no_gradients, run_parts
-from tightfit.tracing.resizing import resizes_followed
-from tightfit.tracing.restore import everything_restored
 from tightfit.tracing.rules import Routing
 from tightfit.tracing.shapes import TensorShape
-from tightfit.tracing.streams import moves_simulated
-from tightfit.tracing.unbacked import is_unbacked
-from tightfit.tracing.workspace import cpu_workspace
+from tightfit.tracing.surroundings import Rank, announce, dry_run_of
 
 STEPPED = "step in backward: "  # of a note in a trace: the parameter whose gradient is used up there
 
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer
-
-
-class Rank(Protocol):
-    """One process of several, which a dry run simulates (`ranks`)."""
-
-    @property
-    def steps(self) -> int:
-        """The number of the step whose memory is that of every later one."""
-        ...
-
-    @property
-    def reduces_once(self) -> bool:
-        """True if gradients are added up in the last micro-batch only."""
-        ...
-
-    @property
-    def is_on_host(self) -> bool:
-        """True if its weights, gradients and states are in the host's memory between forward and backward."""
-        ...
-
-    def simulated(self) -> AbstractContextManager[Any]:
-        """A context in which this process is that rank."""
-        ...
-
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """The model as the rank holds it. It may change the model, which nobody else has."""
-        ...
 
 
 @retried
@@ -131,7 +85,7 @@ def _traced(
 ) -> StepTrace:
     """A whole step's trace, with the sums of its storages for levels."""
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
-    with _dry(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings) as dry:
+    with dry_run_of(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings) as dry:
         if rank is not None:
             model = _joined(dry, model, rank)
         twin = _built(optimizer, model, settings)
@@ -233,7 +187,9 @@ def trace_part(
     an operator `STEPPED` that does nothing. `optimizer` is needed if it steps in backward, or moves gradients there.
     With a `rank` the model is its own, and is changed.
     """
-    with _dry(model, parts, cost, executor, role, beside=modules_beside(loss), rank=rank, settings=settings) as dry:
+    with dry_run_of(
+        model, parts, cost, executor, role, beside=modules_beside(loss), rank=rank, settings=settings
+    ) as dry:
         if rank is not None:
             model = _joined(dry, model, rank)
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
@@ -298,7 +254,7 @@ def trace_update(
     With `one_by_one`, the parameters are updated one after the other, each at an operator `STEPPED`, as inside
     backward. Raises the errors of `build_optimizer`.
     """
-    with _dry(model, [], cost, NO_EXECUTOR_COST, role, settings=settings) as dry:
+    with dry_run_of(model, [], cost, NO_EXECUTOR_COST, role, settings=settings) as dry:
         twin = build_optimizer(optimizer, model.parameters())
         observer = Phases(dry)
         for recorded in (False, True):
@@ -337,150 +293,11 @@ def trace_inference(
 
     Does not change the model, the batch or the random generators.
     """
-    with _dry(model, [Part(batch, 1.0)], no_cost, NO_EXECUTOR_COST, role) as dry:
+    with dry_run_of(model, [Part(batch, 1.0)], no_cost, NO_EXECUTOR_COST, role) as dry:
         with torch.no_grad():
             call(model, batch)
         trace = record(dry, [0, len(dry.operators)], repeats=1)
     return trace if role is None else as_allocated(trace)
-
-
-@contextmanager
-def _dry(
-    model: nn.Module,
-    parts: Sequence[Part],
-    cost: OperatorCost,
-    executor: ExecutorCost,
-    role: CudaRole | None,
-    routing: Routing = Routing.BALANCED,
-    beside: Sequence[nn.Module] = (),
-    rank: Rank | None = None,
-    settings: StepSettings | None = None,
-) -> Iterator[DryRun]:
-    """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards.
-
-    `beside` are modules that the loss runs, whose weights exist before the step and after it. With `settings` of fp16,
-    `torch.amp.GradScaler` has two numbers on a card. The model of a `rank` is
-    not restored, and its parameters are not announced: the rank wraps it first, and may free them.
-    """
-    batch = list(tensors_in([part.batch for part in parts]))
-    ledger = Ledger(rounding=1 if role is None else MIN_BLOCK)
-    if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
-        for _ in range(THREADS_WITH_PRODUCTS):
-            ledger.reserve(role.held_by_a_thread, Category.WORKSPACE, HANDLE_WORKSPACE)
-    plain = plain_tensors(model)
-    lasting = model if rank is None else nn.Module()
-    everything = [*lasting.parameters(), *model.buffers(), *plain, *batch, *held_by(beside)]
-    with (
-        outside_training(),
-        torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
-        torch.enable_grad(),
-        everything_restored(lasting, *batch, *plain) as attributes,
-        ExitStack() as restored,
-        on_host(everything),
-        ModuleTracker(model) as modules,
-        collector_off(),
-    ):
-        dry = DryRun(
-            ledger,
-            modules,
-            cost,
-            cpu_workspace if role is None else role.workspace,
-            routing,
-            executor,
-            answers_of(model),
-        )
-        with running_dry(dry):
-            for module in beside:
-                restored.enter_context(everything_restored(module))
-            announce(ledger, lasting, batch, plain)
-            dry.generators = Generators(attributes)
-            dry.begin_draws()
-            if role is not None and settings is not None and settings.precision == "fp16":
-                dry.loss_scale = TensorShape((), (), torch.float32).unbacked()
-                ledger.announce(dry.loss_scale, Category.WORKSPACE, known=False, name="scale of the loss")
-                ledger.reserve(MIN_BLOCK, Category.WORKSPACE, "steps since the loss scale grew")
-            dry.lasting = Lasting(attributes, [t for t in everything if not t.requires_grad])
-            for module in beside:
-                announce(ledger, module, [], plain_tensors(module))
-            with (
-                operators_simulated(dry, role, model),
-                _watching_saves(ledger),
-                nullcontext() if rank is None else resizes_followed(dry),
-                nullcontext() if rank is None else rank.simulated(),
-            ):
-                yield dry
-
-
-@contextmanager
-def running_dry(dry: DryRun) -> Iterator[None]:
-    """A context in which this process runs dry. The memory that was written for real is as before at its end."""
-    dry.modules.clock = lambda: len(dry.operators)
-    with faults.raised():
-        simulation.is_dry = True
-        try:
-            yield
-        finally:
-            simulation.is_dry = False
-            dry.restore()
-            dry.ledger.close()
-
-
-@contextmanager
-def operators_simulated(dry: DryRun, role: CudaRole | None, model: nn.Module | None = None) -> Iterator[None]:
-    """A context in which the dry run answers all operators, in the place of a card and of the levers' own work too."""
-    with (
-        nullcontext() if role is None else role.simulated(),
-        FLASH_LOOKUP.active(),
-        dry,
-        filling_off(),
-        reads_answered(dry),
-        random_states_counted(dry),
-        moves_simulated(dry, model),
-        compiled_code_simulated(dry),
-    ):
-        yield
-
-
-def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
-    """Enter the tensors that exist before the step. `plain` are those that modules hold as plain attributes."""
-    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
-    for tensor in in_order_of_moving(model):
-        for held in memory_of(tensor) if isinstance(tensor, nn.Parameter) else (tensor,):
-            known = not tensor.requires_grad and not is_unbacked(held)  # the optimizer changes trained weights
-            ledger.announce(held, Category.PARAMETER, known=known, name=names.get(id(tensor), ""))
-    for tensor in plain:
-        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor))
-    for tensor in batch:
-        ledger.announce(tensor, Category.INPUT, known=not is_unbacked(tensor))
-
-
-def in_order_of_moving(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers in the order in which `model.to(device)` allocates them (`nn.Module._apply`)."""
-    seen: set[nn.Module | torch.Tensor | None] = {None}
-
-    def of(module: nn.Module) -> Iterator[torch.Tensor]:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                yield from of(child)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor not in seen:
-                seen.add(tensor)
-                yield tensor
-
-    return of(model)
-
-
-def held_by(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The parameters, buffers and plain tensors of modules."""
-    return [t for module in modules for t in (*module.parameters(), *module.buffers(), *plain_tensors(module))]
-
-
-def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, in containers too, and the scales of quantised weights."""
-    held = [tensors for module in model.modules() for _, tensors in plain_tensors_of(module)]
-    scales = [leaf for parameter in model.parameters() for leaf in scales_of(parameter)]
-    return [tensor for tensors in held for tensor in tensors] + scales
 
 
 def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int = 0) -> StepTrace:
@@ -501,32 +318,3 @@ def record(dry: Recording, boundaries: list[int], *, repeats: int, repeated: int
         gradients_before=dry.gradients_before,
         reads_draws=isinstance(dry, DryRun) and dry.has_read_draws(),
     )
-
-
-@contextmanager
-def _watching_saves(ledger: Ledger) -> Iterator[None]:
-    """Note which values autograd saves inside observed blocks."""
-
-    def saved(tensor: Any) -> None:
-        cell = ledger.cell_of(tensor)
-        if cell is not None:
-            ledger.values[cell.value].saved = True
-
-    activity.on_save = saved
-    try:
-        yield
-    finally:
-        activity.on_save = None
-
-
-@contextmanager
-def filling_off() -> Iterator[None]:
-    """A context without PyTorch's filling of new memory in deterministic mode."""
-    # Filling would write into tensors without memory, and end the process.
-    setting: Any = torch.utils.deterministic  # its module object defines the attribute; the stub does not know it
-    before = setting.fill_uninitialized_memory
-    setting.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        setting.fill_uninitialized_memory = before

@@ -20,7 +20,7 @@ from tightfit.planner.request import role_of
 from tightfit.runtime.users_code import object_named
 from tightfit.tracing.build import build_dry
 from tightfit.tracing.record import Category
-from tightfit.tracing.step import held_by
+from tightfit.tracing.surroundings import held_by
 from tightfit.tracing.twin import unbacked_copy
 from tightfit.training.config import Config
 from tightfit.training.data.packing import BatchStream

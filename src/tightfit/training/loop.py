@@ -18,7 +18,7 @@ from tightfit.memory.allocator import measured_peak
 from tightfit.optim.by_name import state_tensors
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Loss, modules_beside
-from tightfit.tracing.step import held_by
+from tightfit.tracing.surroundings import held_by
 from tightfit.training.config.schema import TrainingConfig
 from tightfit.training.interrupt import Interrupt, Interrupted
 from tightfit.training.optimizer import set_learning_rate

@@ -27,7 +27,7 @@ from tightfit.runtime.internals import set_version_counters
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Batch
 from tightfit.tracing.restore import everything_restored
-from tightfit.tracing.step import plain_tensors
+from tightfit.tracing.surroundings import plain_tensors
 
 _NOT_THE_LOOPS = (Path(torch.__file__).parent, Path(tightfit.__file__).parent, Path(contextlib.__file__))
 _CLIPPED = 1.0  # an arbitrary norm for clipping: its value does not affect memory or time

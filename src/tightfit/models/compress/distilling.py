@@ -33,7 +33,7 @@ from tightfit.models.compress.teachers import (
     teacher_tokenizer,
 )
 from tightfit.models.loading import position_limit, vocabulary_size
-from tightfit.tracing.step import held_by
+from tightfit.tracing.surroundings import held_by
 from tightfit.training.api import run_training, threads
 from tightfit.training.boundaries import demand_boundaries
 from tightfit.training.config import Config, load_config, parse_config

@@ -31,7 +31,7 @@ from tightfit.ops.weights.torchao_weights import (
     torchao_version,
 )
 from tightfit.planner.any_code.traced import trace
-from tightfit.tracing.step import plain_tensors
+from tightfit.tracing.surroundings import plain_tensors
 from tightfit.training.data.corpus import DEFAULT_SOURCE
 from tightfit.units import format_bytes
 from tightfit.version import package_version

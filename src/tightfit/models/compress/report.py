@@ -22,7 +22,7 @@ from tightfit.models.scoring import score
 from tightfit.optim.by_name import build_optimizer, state_tensors
 from tightfit.planner.api import estimate
 from tightfit.step import Part, StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.tracing.step import plain_tensors
+from tightfit.tracing.surroundings import plain_tensors
 
 NEW_TOKENS = 8  # that the measured generation draws: their memory grows evenly from token to token
 TIMED_RUNS = 3

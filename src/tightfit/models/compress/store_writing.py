@@ -26,7 +26,8 @@ from tightfit.ops import sampled_tokens, top_k_tokens
 from tightfit.planner.request import role_of
 from tightfit.runtime.nested import tensors_in
 from tightfit.step import Precision, autocast
-from tightfit.tracing.step import held_by, trace_inference
+from tightfit.tracing.step import trace_inference
+from tightfit.tracing.surroundings import held_by
 from tightfit.training.config import Config
 from tightfit.training.data.samples import Samples
 from tightfit.units import format_bytes, format_seconds, is_share_of, parse_budget

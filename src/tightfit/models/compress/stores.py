@@ -12,7 +12,7 @@ from tightfit.memory.allocator import storage_bytes
 from tightfit.models.compress.heads import head_of
 from tightfit.models.compress.store_writing import StoreFigures, StoreWriter, shard_samples
 from tightfit.models.compress.teacher_store import KEY, WIDEST, Identity, TeacherStore, open_store
-from tightfit.tracing.step import held_by
+from tightfit.tracing.surroundings import held_by
 from tightfit.training.config import Config
 from tightfit.training.data.prepare import PreparedData
 

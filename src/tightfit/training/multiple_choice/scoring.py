@@ -15,7 +15,8 @@ from tightfit.errors import InputError, ModelError
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.loading import position_limit
 from tightfit.tracing.cuda import CudaRole
-from tightfit.tracing.step import plain_tensors, trace_inference
+from tightfit.tracing.step import trace_inference
+from tightfit.tracing.surroundings import plain_tensors
 from tightfit.training.multiple_choice.batching import Batching, batched
 from tightfit.training.multiple_choice.likelihood import ScoredRow, batch_of, log_likelihoods, reading, rows_of
 from tightfit.training.multiple_choice.prompts import Codec, Prompt, ScoredChoice, is_lettered, requests_of
