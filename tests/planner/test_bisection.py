@@ -74,6 +74,30 @@ def test_a_guess_near_the_bound_of_a_straight_line_takes_few_questions():
     assert len(asked) <= 5
 
 
+def test_a_measure_of_something_alike_says_where_to_look_second():
+    asked = []
+
+    def measure(n):
+        asked.append(n)
+        return 12_345 + 678 * n
+
+    assert rough_bound(measure, 678 * 50_000, 60_000, guess=40_000, beside=(30_000, 12_345 + 678 * 30_000)) == 49_981
+    assert asked == [40_000, 49_981, 49_982]
+
+
+@pytest.mark.parametrize("limit", [50_000, 123_456])
+@pytest.mark.parametrize("name", CURVES)
+def test_a_bound_that_need_only_be_near_fits_and_takes_fewer_questions(name, limit):
+    asked = {0.0: [], 0.05: []}
+
+    def measured(near):
+        return rough_bound(lambda n: asked[near].append(n) or CURVES[name](n), limit, 4000, near=near)
+
+    exact = measured(0.0)
+    assert exact * 0.95 - 1 <= measured(0.05) <= exact
+    assert len(asked[0.05]) <= len(asked[0.0])
+
+
 def test_a_straight_line_takes_few_questions_wherever_it_ends():
     asked = []
 

@@ -1,5 +1,7 @@
 """Sizes read off a few dry runs: weights and gradients alone first, then a straight line of activations."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tightfit import plan
@@ -13,9 +15,10 @@ from tightfit.planner.search.search import Search
 from tightfit.recipes.batches import Dimension
 from tightfit.recipes.records import Recipe
 from tightfit.recipes.search import RecipeSearch
-from tightfit.recipes.sizes import largest_size, with_sizes
+from tightfit.recipes.sizes import largest_size, lines_by_size, with_sizes
 from tightfit.recipes.whole_step import PartTracer, frugal_levers, keeping_attention
 from tightfit.step import TokenBatch
+from tightfit.tracing.record import Category
 
 
 def convex(size):
@@ -41,6 +44,17 @@ def test_a_flat_start_says_nothing_about_what_comes_after():
     assert points.largest(1200, Range(0, 640)) == pytest.approx(120, rel=0.25)
 
 
+class Part:
+    """A trace of one operator whose activations are as many bytes as a size has tokens; `saved` bytes are less."""
+
+    def __init__(self, size, saved):
+        self.peak_bytes, self.size = size - 40 - saved, size
+        self.levels = [self.peak_bytes]
+
+    def timeline(self):
+        return {each: [0] for each in Category} | {Category.ACTIVATION: [self.size]}
+
+
 class Stepped:
     """`excess` says by how many bytes a whole step of a size exceeds the budget; tensors alone are a straight line.
 
@@ -51,17 +65,18 @@ class Stepped:
     def __init__(self, excess, saved=None):
         self.excess, self.ran, self.saved, self.recomputes = excess, [], saved, False
         self.points = {("length", 1024): Convex({1024: 1024, 2048: 2048})}
+        self.refused = {}
         self.levers = (), None if saved is None else ("attention kept",)
 
-    def peak(self, shape, levers=()):
-        return shape[1] - 40 - (self.saved if levers else 0)
+    def part(self, shape):
+        return Part(shape[1], 0)
 
-    def peak_and_excess(self, shape, levers):
-        size = shape[1]
+    def part_and_excess(self, shape, levers):
+        size, saved = shape[1], self.saved if levers else 0
         if not levers:
             self.ran.append(size)
         # What was run takes a little less than the line.
-        return self.peak(shape, levers), self.excess(size) - (self.saved if levers else 0)
+        return Part(size, saved), self.excess(size) - saved
 
     def largest(self, limit):
         """The largest size where the sums of tensors would have this limit."""
@@ -97,6 +112,32 @@ def test_where_a_kept_attention_has_the_lower_peak_a_larger_size_fits_with_it():
     worse = Stepped(lambda size: size - 8000, saved=-1000)
     assert worse.largest(8000) == recomputed
     assert worse.recomputes, "its other sizes are not tried with it"
+
+
+def test_what_the_allocator_has_no_room_for_in_a_sequence_is_not_tried_in_a_batch():
+    """From 9,500 tokens on something beside the bytes is full, which only a run shows: not once for each size."""
+    sizes = Stepped(lambda size: 5000 if size > 9500 else size - 20_000)
+    sizes.points.clear()
+    found = sizes.largest(20_000)
+    refused = [size for size in sizes.ran if size > 9500]
+    sizes.ran.clear()
+    batch = largest_size(sizes, sizes, Dimension("size", 1, 1, 32, lambda n: (1, 1024 * n)), 20_000)
+    assert sizes.ran
+    assert batch.value == found // 1024 >= 8
+    assert max(sizes.ran) < min(refused)
+
+
+def test_one_dry_run_says_how_a_step_grows_and_what_stays():
+    """A step that holds 1,000 bytes of weights and 3 a token at its end, and 500 and 10 a token before it."""
+    part = SimpleNamespace(
+        levels=[500 + 10 * 40, 1000 + 3 * 40],
+        timeline=lambda: {each: [0, 0] for each in Category} | {Category.ACTIVATION: [10 * 40, 3 * 40]},
+    )
+    lines = lines_by_size(part, 40)
+    for size in (1, 40, 71, 72, 1000):
+        most = max(500 + 10 * size, 1000 + 3 * size)
+        assert lines.largest(most) == pytest.approx(size)
+    assert Convex({40: 1120}, {40: lines}).largest(2500, Range(1, 10**6)) == 200
 
 
 @pytest.mark.keeps("size-fit-confirms-looked")

@@ -1,8 +1,9 @@
 """The longest sequence and the largest batch that a recipe can train within a budget.
 
-The memory of a step is nearly linear in its tokens, once activations outweigh gradients. A few dry runs of a variant
-with the levers of least memory give that line for all of its optimizers. The other dimension needs only one run more:
-it has about the same line at another height. A dry run at the size that the line names confirms it, or corrects it.
+The memory of a step is nearly linear in its tokens, once activations outweigh gradients. A dry run of a variant with
+the levers of least memory gives that line for all of its optimizers: at each operator, what is held beside weights,
+gradients and states grows with the tokens. A dry run at the size that the line names confirms it, or corrects it. The
+other dimension has about the same line.
 """
 
 import math
@@ -12,19 +13,21 @@ from functools import partial
 
 from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.planner.levers import Stream
-from tightfit.planner.search.bisection import NOT_WORTH_A_RUN, Convex, Range, corrected_bound, halved
+from tightfit.planner.search.bisection import Convex, Lines, Range, corrected_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.recipes.batches import Dimension, Shape, dimensions_of
 from tightfit.recipes.records import LargestSize, Recipe
 from tightfit.recipes.search import Found, RecipeSearch
 from tightfit.recipes.whole_step import SharedStep, WholeStep, frugal_levers, with_shape
 from tightfit.tracing.joined import state_bytes
+from tightfit.tracing.record import Category, StepTrace
 
 WITH_ATTENTION = 3  # dry runs that look for a larger size with attention kept
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
-FAR = 2  # times the largest size that was run dry, up to which a straight line is believed
-NEAR = 0.5  # of a size: how near to a point a size is read off between points
-JUMP = 8  # times the largest size that was run dry, for the next
+JUMP = 8  # times the present size, for the first dry run
+NEAR = 0.02  # of a size: a larger one is not looked for
+# What grows with the tokens of a step; all else is there whatever the batch.
+GROWING = (Category.ACTIVATION, Category.INPUT, Category.WORKSPACE)
 
 
 def with_sizes(search: RecipeSearch, found: Found, *, confirm: bool) -> Found:
@@ -81,31 +84,48 @@ def _streamed_sizes(
 
 def largest_size(shared: SharedStep, step: WholeStep | None, dimension: Dimension, limit: int) -> LargestSize:
     """The largest size whose forward and backward take at most `limit`. With a whole step, that confirms it."""
-    now = dimension.now
-    if (dimension.name, now) not in shared.points:
-        shared.points[dimension.name, now] = Convex({now: shared.peak(dimension.shape(now))})
-    points = shared.points[dimension.name, now]
-    among = Range(now, dimension.most, dimension.multiple_of)
-    guide = _guide(shared, dimension, points)
+    now, among = dimension.now, Range(dimension.now, dimension.most, dimension.multiple_of)
+    if now == dimension.most:
+        return LargestSize(now, confirmed=True)  # the size that was asked about was traced
+    points = shared.points.setdefault((dimension.name, now), Convex())
+    seen = points if points else _guide(shared, dimension) or points
+    # A short sequence says little of a long one: chunks of a loss and copies of weights do not grow.
+    first = seen.largest(limit, among) if seen else min(JUMP * now, dimension.most)
     if step is None:
-        if guide is not None and (value := guide.largest(limit, among)) not in points:
-            points[value] = shared.peak(dimension.shape(value))
-        _explore(shared, dimension, points, limit, among)
-        value = points.largest(limit, among)
-        return LargestSize(value, confirmed=value == now)  # the size that was asked about was traced
-    if guide is None:
-        _explore(shared, dimension, points, limit, among)
-    fits, value = corrected_bound(
-        lambda size: step.peak_and_excess(dimension.shape(size), shared.levers[0]),
-        points,
-        limit,
-        among,
-        (points if guide is None else guide).largest(limit, among),
-    )
-    if fits in points and fits < dimension.most and not shared.recomputes:
+        value = _explored(shared, dimension, points, limit, among, first)
+        return LargestSize(value, confirmed=value == now)
+    # Bytes that the allocator had no room for in the other dimension it has none for here.
+    ceiling = min((peak for name, peak in step.refused.items() if name != dimension.name), default=math.inf)
+    first = min(first, seen.largest(int(min(limit, ceiling - 1)), among)) if seen else first
+
+    def measure(size: int) -> tuple[int, int]:
+        trace, excess = step.part_and_excess(dimension.shape(size), shared.levers[0])
+        points[size], points.lines[size] = trace.peak_bytes, lines_by_size(trace, size)
+        seen.lines[size] = points.lines[size]
+        if excess > 0:
+            step.refused[dimension.name] = min(step.refused.get(dimension.name, trace.peak_bytes), trace.peak_bytes)
+        return trace.peak_bytes, excess
+
+    fits, value = corrected_bound(measure, seen, limit, among, first, ceiling=ceiling)
+    if fits not in points:
+        _run(shared, dimension, points, fits)
+    if fits < dimension.most and not shared.recomputes:
         fits = _keeping_attention(shared, step, dimension, points, fits)
     # Where no run confirmed a larger size, the last one that the points name is a guess.
     return LargestSize(value, confirmed=False) if fits == now < value else LargestSize(fits, confirmed=True)
+
+
+def lines_by_size(part: StepTrace, size: int) -> Lines:
+    """The peaks of other sizes, by a trace with this one: what it holds beside weights, gradients and states grows."""
+    by_category = part.timeline()
+    growing = [sum(levels) for levels in zip(*(by_category[category] for category in GROWING), strict=True)]
+    return Lines.of((level - grows, grows / size) for level, grows in zip(part.levels, growing, strict=True))
+
+
+def _run(shared: SharedStep, dimension: Dimension, points: Convex, size: int) -> None:
+    """Run a size dry with the levers of little memory."""
+    part = shared.part(dimension.shape(size))
+    points[size], points.lines[size] = part.peak_bytes, lines_by_size(part, size)
 
 
 def _keeping_attention(shared: SharedStep, step: WholeStep, dimension: Dimension, points: Convex, fits: int) -> int:
@@ -114,46 +134,47 @@ def _keeping_attention(shared: SharedStep, step: WholeStep, dimension: Dimension
     What is kept is small where few blocks hold it: at the end of backward, where gradients are the most.
     """
     _, keeping = shared.levers
-    if keeping is None or (kept := shared.peak(dimension.shape(fits), keeping)) >= points[fits]:
+    own, room = Convex(), 0
+
+    def measure(size: int) -> tuple[int, int]:
+        assert keeping is not None, "attention can be kept"
+        trace, excess = step.part_and_excess(dimension.shape(size), keeping)
+        own.lines[size] = lines_by_size(trace, size)
+        return trace.peak_bytes, excess
+
+    if keeping is not None:
+        own[fits], room = measure(fits)
+    if keeping is None or own[fits] >= points[fits]:
         shared.recomputes = True
         return fits
-    other = max(points) if max(points) != fits else min(points)
-    rise = max(1.0, (points[other] - points[fits]) / (other - fits)) if other != fits else math.inf
-    multiple = dimension.multiple_of
-    most = min(dimension.most, fits + 2 * int((points[fits] - kept) / rise)) + multiple
-
-    def fits_keeping(value: int) -> bool:
-        return step.peak_and_excess(dimension.shape(value), keeping)[1] <= 0
-
-    return halved(fits_keeping, fits, most, step=multiple, near=NOT_WORTH_A_RUN, times=WITH_ATTENTION)
+    limit, among = own[fits] - room, Range(fits, dimension.most, dimension.multiple_of)
+    larger, _ = corrected_bound(measure, own, limit, among, own.largest(limit, among), times=WITH_ATTENTION)
+    shared.recomputes = larger == fits  # the other dimension is not tried with it
+    return larger
 
 
-def _explore(shared: SharedStep, dimension: Dimension, points: Convex, limit: int, among: Range) -> None:
-    """Add points until the size that they name is near to one of them."""
-    now = dimension.now
-    if len(points) == 1:
-        other = 2 * now if 2 * now <= dimension.most else max(1, now // 2)
-        points[other] = shared.peak(dimension.shape(other))
+def _explored(shared: SharedStep, dimension: Dimension, points: Convex, limit: int, among: Range, guess: int) -> int:
+    """About the largest size within the limit, by few dry runs without an optimizer."""
     for _ in range(POINTS):
-        value = points.largest(limit, among)
-        if value <= FAR * max(points) and min(abs(value - known) / known for known in points) < NEAR:
-            break
-        value = min(value, JUMP * max(points))
-        points[value] = shared.peak(dimension.shape(value))
+        if guess not in points:
+            _run(shared, dimension, points, guess)
+        further = points.largest(limit, among)
+        if points[guess] <= limit and further - guess < max(among.step, NEAR * guess):
+            return guess
+        guess = further
+    return max((int(size) for size in points if points[size] <= limit), default=dimension.now)
 
 
-def _guide(shared: SharedStep, dimension: Dimension, points: Convex) -> Convex | None:
-    """Points that suggest where to look: those of the other dimension, shifted by what the two need at the present
-    size. Only dry runs decide.
+def _guide(shared: SharedStep, dimension: Dimension) -> Convex | None:
+    """Points that suggest where to look: those of the other dimension. Only dry runs decide.
 
     Those of other variants would do as well, but which of them are known would depend on how processes share the
     variants, and so would the sizes.
     """
-    if len(points) > 1:
-        return None  # another optimizer of the variant has been here
     for (name, start), others in shared.points.items():
         # As many tokens in one sequence or in several take about the same, unless attention keeps all scores.
-        if name != dimension.name and len(others) > 1:
-            shift = points[dimension.now] - others[start]
-            return Convex({size * dimension.now // start: peak + shift for size, peak in others.items()})
+        if name != dimension.name and others:
+            times = dimension.now / start
+            lines = {size * times: found.of_numbers_times(times) for size, found in others.lines.items()}
+            return Convex({size * times: peak for size, peak in others.items()}, lines)
     return None

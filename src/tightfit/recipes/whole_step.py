@@ -131,11 +131,15 @@ def keeping_attention(search: Search, frugal: Levers) -> Levers | None:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step with one optimizer: its shared forward and backward, and the trace of the optimizer's phase."""
+    """A step with one optimizer: its shared forward and backward, and the trace of the optimizer's phase.
+
+    `refused` is mutable: the peak of forward and backward in bytes of the smallest size that did not fit, by dimension.
+    """
 
     shared: Search
     update: StepTrace
     frees: bool = False  # each gradient is used up at once
+    refused: dict[str, int] = field(default_factory=dict)
 
     def candidate(
         self,
@@ -205,10 +209,10 @@ class WholeStep:
         over, parts = self.shared.excess(self.plain), self.shared.request.micro_batches
         return over <= LOGITS * max(activations, default=0) or combination.micro_batches > parts
 
-    def peak_and_excess(self, shape: Shape, levers: Levers) -> tuple[int, int]:
-        """With a batch of this shape: the peak of forward and backward, and by how much the step is over the budget."""
+    def part_and_excess(self, shape: Shape, levers: Levers) -> tuple[StepTrace, int]:
+        """With a batch of this shape: forward and backward, and by how many bytes the step is over the budget."""
         search = with_shape(self.shared, shape)
-        return search.whole(*levers).peak_bytes, search.excess(replace(self, shared=search).candidate(*levers))
+        return search.whole(*levers), search.excess(replace(self, shared=search).candidate(*levers))
 
     @property
     def stays_over(self) -> bool:
@@ -251,9 +255,9 @@ class SharedStep:
         frugal = frugal_levers(self.search)
         return frugal, keeping_attention(self.search, frugal)
 
-    def peak(self, shape: Shape, levers: Levers | None = None) -> int:
-        """The peak of forward and backward with a batch of this shape, and the frugal levers or others."""
-        return with_shape(self.search, shape).whole(*(levers or self.levers[0])).peak_bytes
+    def part(self, shape: Shape) -> StepTrace:
+        """Forward and backward with a batch of this shape and the frugal levers."""
+        return with_shape(self.search, shape).whole(*self.levers[0])
 
 
 def with_shape(search: Search, shape: Shape) -> Search:

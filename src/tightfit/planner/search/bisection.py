@@ -8,7 +8,8 @@ finds a number that fits and is nearly the largest. Where a cheap measure shows 
 `corrected_bound` follows the first and learns from the second.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,17 +26,28 @@ NOT_WORTH_A_RUN = 0.02  # of a number that fits: a larger one is not looked for 
 WIDE = 0.1  # of a number that fits: how far away one that does not is worth another measure, whatever the bytes say
 
 
-def rough_bound(measure: Callable[[int], int], limit: int, top: int, guess: int = 1) -> int:
+def rough_bound(
+    measure: Callable[[int], int],
+    limit: int,
+    top: int,
+    guess: int = 1,
+    *,
+    beside: tuple[int, int] | None = None,
+    near: float = 0.0,
+) -> int:
     """The largest number from 1 to `top` whose measure is at most `limit`; 0 if there is none.
 
-    The measure is assumed never to fall. The search starts at `guess`.
+    The measure is assumed never to fall. The search starts at `guess`. `beside` is a number and about its measure,
+    which only say where to look second. `near` ends the search at a number that fits where one larger by this share
+    does not.
     """
-    answers: list[tuple[int, int]] = []
+    answers: list[tuple[int, int]] = [] if beside is None or beside[0] == guess else [beside]
+    begun = len(answers)
     low, high, span = 0, top + 1, top + 1
-    while high - low > 1:
+    while high - low > max(1, int(near * low)):
         answers.append((guess, measure(guess)))
         low, high = (guess, high) if answers[-1][1] <= limit else (low, guess)
-        is_bracketed = high <= top and (low > 0 or len(answers) > UNBRACKETED)
+        is_bracketed = high <= top and (low > 0 or len(answers) - begun > UNBRACKETED)
         too_slow = is_bracketed and (high - low) * 2 > span
         guess = (low + high) // 2 if too_slow else _secant(answers[-2:], limit, high - 1)
         span = high - low
@@ -165,11 +177,43 @@ class Range(NamedTuple):
     step: int = 1
 
 
-class Convex(dict[int, int]):
+@dataclass(frozen=True)
+class Lines:
+    """Bytes by number as the largest of several lines: at each moment of a step a constant part and one that grows.
+
+    `parts` are the constant bytes and the rise of each line, none of which is below another one everywhere.
+    """
+
+    parts: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, moments: Iterable[tuple[float, float]]) -> "Lines":
+        """The lines of all moments that are the highest somewhere above 0."""
+        kept: list[tuple[float, float]] = []
+        for constant, rise in sorted(set(moments), key=lambda moment: (-moment[1], -moment[0])):
+            if not kept or constant > kept[-1][0]:
+                kept.append((constant, rise))
+        return cls(tuple(kept))
+
+    def largest(self, limit: int) -> float:
+        """The largest number within the limit; infinite if nothing grows."""
+        return min(((limit - constant) / rise for constant, rise in self.parts if rise > 0), default=math.inf)
+
+    def of_numbers_times(self, times: float) -> "Lines":
+        """The lines of numbers that are so many times as large."""
+        return Lines(tuple((constant, rise / times) for constant, rise in self.parts))
+
+
+class Convex(dict[float, int]):
     """Bytes by number, where they are convex: constant parts alone first, then a straight line.
 
-    So what lies between two points is at most the chord, and what is read off it fits.
+    So what lies between two points is at most the chord, and what is read off it fits. `lines` are what the dry run at
+    a point says of other numbers, where it was kept: while there is no other point, nothing else says anything.
     """
+
+    def __init__(self, points: Mapping[Any, int] | None = None, lines: Mapping[Any, Lines] | None = None):
+        super().__init__(points or {})
+        self.lines: dict[float, Lines] = dict(lines or {})
 
     def largest(self, limit: int, among: Range) -> int:
         """The largest number within the limit, between the points or beyond the last two."""
@@ -177,28 +221,37 @@ class Convex(dict[int, int]):
         return max(known, min(self._largest(limit, most) // step * step, most))
 
     def _largest(self, limit: int, most: int) -> int:
-        values = sorted(self)
-        within = [value for value in values if self[value] <= limit]
-        if not within:
-            return values[0]
-        low = within[-1]
-        above = [value for value in values if value > low]
-        if not above:
-            above, low = [low], max([value for value in values if value < low], default=low)
-        high = above[0]
-        slope = (self[high] - self[low]) / (high - low) if high != low else 0.0
-        return min(most, int(low + (limit - self[low]) / slope)) if slope > 0 else most
+        low = max((value for value in self if self[value] <= limit), default=None)
+        high = min((value for value in self if self[value] > limit), default=None)
+        most = most if high is None else min(most, math.ceil(high) - 1)
+        if len(self) == 1 and self.lines:
+            (only,) = self.lines.values()
+            return int(min(only.largest(limit), most))
+        if low is None and not self.lines:
+            return int(min(self))
+        # Between two points, or beyond the first or the last two.
+        near = sorted(self)[:2] if low is None else sorted(self)[-2:] if high is None else [low, high]
+        slope = (self[near[-1]] - self[near[0]]) / (near[-1] - near[0]) if len(near) > 1 else 0.0
+        return int(min(near[0] + (limit - self[near[0]]) / slope, most)) if slope > 0 else most
 
 
 def corrected_bound(
-    measure: Callable[[int], tuple[int, int]], points: Convex, limit: int, among: Range, guess: int
+    measure: Callable[[int], tuple[int, int]],
+    points: Convex,
+    limit: int,
+    among: Range,
+    guess: int,
+    *,
+    ceiling: float = math.inf,
+    times: int = CORRECTIONS,
 ) -> tuple[int, int]:
     """The largest number found that fits, and the next one that the points name. The points get what was measured.
 
-    `measure` returns what the points hold, and by how much the number fits or not, which is what counts.
+    `measure` returns what the points hold, and by how much the number fits or not, which is what counts. No number with
+    `ceiling` bytes or more is looked at but the guess.
     """
     fits, room, fails, lacking, number = among.known, None, None, 0, guess
-    for _ in range(CORRECTIONS):
+    for _ in range(times):
         near = max(among.step, NOT_WORTH_A_RUN * fits)
         if fails is not None and not fits + near <= number < fails:
             # What is short beside the bytes of the points is no matter of a line: between what fits and what does not.
@@ -215,5 +268,5 @@ def corrected_bound(
         else:
             fails, lacking, among = number, excess, among._replace(most=number - among.step)
             limit = min(limit, points[number]) - excess
-        number = points.largest(limit, among)
+        number = points.largest(int(min(limit, ceiling - 1)), among)
     return fits, number

@@ -18,7 +18,7 @@ from tightfit.planner.request import Request, lacking
 from tightfit.planner.search.bisection import UNBOUNDED, certain_bound, rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.fastest import Refusal, fastest
-from tightfit.planner.search.least import LeastLevers, as_it_will_run, least_levers, peak_of
+from tightfit.planner.search.least import LeastLevers, as_it_will_run, least_levers, peak_of, priced_levers
 from tightfit.planner.search.search import Search
 from tightfit.planner.step_figures import fingerprint
 from tightfit.runtime.outside import outside_training
@@ -28,6 +28,7 @@ from tightfit.tracing.twin import real_tensors
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
 RECENT = 4  # searches kept with their traces: each stage asks again about numbers near the bound
+ROUGHLY = 0.02  # of a value: how near the first bound is to its own, since traces of whole steps come after it
 Notice = Callable[[str], None]
 Case = Callable[[int], tuple[nn.Module, Batch]]
 
@@ -145,10 +146,12 @@ def maximise(
     room = limit if is_share_of(budget, "%") else device.memory_bytes
     notice = notice or (lambda line: None)
     tried: list[int] = []
+    measured: dict[int, int] = {}  # about the least peaks, by number
     plans: dict[int, Plan] = {}
     failures: dict[int, CannotFit] = {}
-    searches: dict[int, Search] = {}  # the latest few, with their traces
-    plains: dict[str, StepTrace] = {}  # by fingerprint of the model
+    refused: list[Refusal] = []  # the latest
+    searches: dict[int, Search] = {}  # the latest few, with their traces; their blocks may be those of another batch
+    plains: dict[str, tuple[StepTrace, list[str]]] = {}  # and the blocks, by fingerprint of the model
 
     def search_of(number: int) -> Search:
         """The search for a number: the value over `multiple_of`."""
@@ -156,7 +159,9 @@ def maximise(
             tried.append(number * multiple_of)
         if number not in searches:
             made, batch = case(number * multiple_of)
-            searches[number] = Search(Request.of(made, batch, **how).checked(may_choose=True), budget)
+            found = Search(Request.of(made, batch, **how).checked(may_choose=True), budget)
+            _, found.known_paths = plains.get(fingerprint(made), (None, None))
+            searches[number] = found
             for oldest in list(searches)[:-RECENT]:
                 del searches[oldest]
         return searches[number]
@@ -165,11 +170,12 @@ def maximise(
         # With the first batch that came: only its optimizer states and gradients are used, which depend on no batch.
         model = fingerprint(search.request.model)
         if model not in plains:
-            plains[model] = search.plain
-        return plains[model]
+            plains[model] = search.plain, search.paths
+        return plains[model][0]
 
     def excess(number: int, peak_bytes: int) -> int:
         """Bytes over the budget."""
+        measured[number] = peak_bytes
         notice(f"{what} {number * multiple_of}: about {format_bytes(peak_bytes)} at least")
         return peak_bytes + UNSEEN_BYTES - limit
 
@@ -191,22 +197,37 @@ def maximise(
     def near() -> int:
         """The number near which to plan in full: from traces of forward and backward, then of whole steps nearby."""
         # A full plan of a 7B takes half a minute, so a search that climbs by plans takes minutes (notes/).
-        guess = rough_bound(rough_excess, 0, top)
+        guess = rough_bound(rough_excess, 0, top, near=ROUGHLY)
         search = search_of(max(guess, 1))
-        levers, _ = least_levers(search, plain_of(search))
+        levers, peak = least_levers(search, plain_of(search))
+        if guess < top or levers.joined:
+            levers, peak = priced_levers(search, plain_of(search), levers, peak)
+        start, beside = max(guess, 1), None
         if levers.joined:  # segments need less memory, so larger numbers fit than the first bound says
-            guess = rough_bound(lambda number: excess_of_part(number, levers), 0, top, guess=max(guess, 1))
-        if guess == top:
+            start = rough_bound(lambda number: excess_of_part(number, levers), 0, top, guess=start, near=ROUGHLY)
+        elif guess < top:
+            beside = start, peak + UNSEEN_BYTES - limit
+            start = min(top, start + further(start, measured[start] - peak))
+        if start == top:
             return top
-        return rough_bound(lambda number: excess_as_it_will_run(number, levers), 0, top, guess=max(guess, 1))
+        return rough_bound(
+            lambda number: excess_as_it_will_run(number, levers), 0, top, guess=max(start, 1), beside=beside
+        )
+
+    def further(number: int, saved: int) -> int:
+        """How many more than `number` fit into bytes that are saved of its peak, by the line through another number."""
+        other = min((each for each in measured if each != number), key=lambda each: abs(each - number), default=number)
+        rise = (measured[number] - measured[other]) / (number - other) if other != number else 0.0
+        return int(saved / rise) if rise > 0 else 0
 
     def fits(number: int) -> bool:
-        search = search_of(number)
+        search = in_full(search_of(number))
         notice(f"{what} {number * multiple_of}: planned in full")
         try:
             plans[number] = as_plan(search, fastest(search))
         except CannotFit as error:
             failures[number] = error
+            refused[:] = [Refusal(search)]  # of 1 at last, if nothing fits
         return number in plans
 
     guess = near()
@@ -216,7 +237,7 @@ def maximise(
     if not found:
         least = failures[1]
         line = f"not even {what} {multiple_of} fits: {least}"
-        raise CannotFit(line, least.least_bytes, refusal=Refusal(search_of(1)))
+        raise CannotFit(line, least.least_bytes, refusal=refused[0])
     above = failures.get(found + 1)
     return Largest(
         what=what,
@@ -227,6 +248,14 @@ def maximise(
         tried=tuple(tried),
         planned=tuple(number * multiple_of for number in (*plans, *failures)),
     )
+
+
+def in_full(rough: Search) -> Search:
+    """The search for the plan, with the traces of one whose blocks may be those of another batch."""
+    found = Search(rough.request, rough.budget, known_plain=rough.known_plain, wholes=rough.wholes)
+    if found.paths == rough.paths:
+        found.priced |= rough.priced
+    return found
 
 
 def refuse_moving(budget: int | str, what: str) -> None:

@@ -53,6 +53,19 @@ def least_levers(search: Search, plain: StepTrace, *, joining: bool = True) -> t
     return levers, peak
 
 
+def priced_levers(search: Search, plain: StepTrace, levers: LeastLevers, peak: int) -> tuple[LeastLevers, int]:
+    """The levers of the least peak by the prices of their blocks, if that is below `peak`, which `levers` have, and it.
+
+    What a block replays may hold more at once than it would keep, so recomputing everything is not always the least.
+    """
+    if not levers.policies or not search.of_role(Role.INSIDE_BLOCKS):
+        return levers, peak
+    baseline = search.baseline(sized(search, levers))
+    priced = replace(levers, policies=baseline.policies(baseline.least_choice), joined=())
+    found = peak_of(search, plain, priced)
+    return (priced, found) if found < peak else (levers, peak)
+
+
 def peak_of(search: Search, plain: StepTrace, levers: LeastLevers) -> int:
     """The approximate peak with these levers in bytes, from one dry run of forward and backward."""
     part = search.tracer.part(sized(search, levers), levers.policies, plain, levers.joined)
