@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from tightfit.errors import ModelError
+from tightfit.models.converted import finds_no_room, loaded_in_file
 from tightfit.models.diffusion import CLASS, build_denoiser, is_denoiser
 from tightfit.models.published import Published, find_published, is_source, published
 from tightfit.names import MASKS
@@ -197,8 +199,14 @@ def _loaded(
         if section.attention != "auto":
             options["attn_implementation"] = section.attention
         return source.fetched(transformers.AutoModelForCausalLM.from_pretrained, dtype=dtype, **options)
-    automatic, kind = _auto_class(transformers, source.config(transformers), any_task)
-    return source.fetched(automatic.from_pretrained, dtype=dtype, **_attention(section, kind))
+    described = source.config(transformers)
+    automatic, kind = _auto_class(transformers, described, any_task)
+    options = _attention(section, kind)
+    stored = stored_dtype(source) if Path(source.name).is_dir() else None
+    if stored is not None and finds_no_room(source.name, stored, dtype):
+        load = partial(source.fetched, automatic.from_pretrained, **options)
+        return loaded_in_file(load, partial(automatic.from_config, described, **options), stored, dtype)
+    return source.fetched(automatic.from_pretrained, dtype=dtype, **options)
 
 
 def _attention(section: PretrainedModel, kind: Any) -> dict[str, str]:
