@@ -160,7 +160,7 @@ def _explored(shared: SharedStep, dimension: Dimension, points: Convex, limit: i
             _run(shared, dimension, points, guess)
         further = points.largest(limit, among)
         if points[guess] <= limit and further - guess < max(among.step, NEAR * guess):
-            return guess
+            return further if max(points.values()) > limit else guess  # a chord is never too much, a line beyond may be
         guess = further
     return max((int(size) for size in points if points[size] <= limit), default=dimension.now)
 
