@@ -6,6 +6,7 @@ lengths that the command says, and weights of the published shapes as files of h
 
     python benchmarks/scripts_on_cards.py --repositories FOLDER --prepare         # once: the data
     python benchmarks/scripts_on_cards.py --repositories FOLDER [--only nanoGPT] [--cards rtx3060] [--resume]
+    python benchmarks/scripts_estimated.py --repositories FOLDER                  # what `estimate` says beside it
     python benchmarks/scripts_on_cards.py --page                                  # the table of both docs/run.md
 """
 
@@ -26,6 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "scripts_on_cards.json"
 PAGES = (ROOT / "docs" / "run.md", ROOT / "docs" / "zh" / "run.md")
 BEGIN, END = "<!-- scripts: written by benchmarks/scripts_on_cards.py --page -->\n", "<!-- end of scripts -->\n"
 CARDS = ("t4", "rtx3060", "rtx4090", "a100-80", "h100")
+ESTIMATED = "rtx4090"  # the card that `estimate` was asked about
 STEPS, PATIENCE = 2, 1500.0
 WORDS = ["the", "a", "of", "to", "model", "memory", "card", "train", "step", "night", "small", "large", "fast", "true"]
 
@@ -68,7 +70,16 @@ SCRIPTS = (
             "--per_device_train_batch_size", "1", "--max_length", "512", "--eos_token", "<|im_end|>",
             "--output_dir", "{data}/out",
         ),
-        "Qwen2-0.5B in bf16, 1 x 512, true values", (".",), values=True,
+        "Qwen2-0.5B, 1 x 512, bf16", (".",),
+    ),
+    Script(
+        "transformers run_clm.py", "huggingface/transformers", "cc041637bc", "examples/pytorch/language-modeling",
+        (
+            "run_clm.py", "--model_name_or_path", "{data}/qwen", "--train_file", "{data}/texts.txt", "--do_train",
+            "--per_device_train_batch_size", "2", "--block_size", "1024", "--bf16", "--max_steps", "5",
+            "--report_to", "none", "--output_dir", "{data}/out",
+        ),
+        "Qwen2-0.5B in bf16, 2 x 1024",
     ),
     Script(
         "LitGPT finetune_lora", "Lightning-AI/litgpt", "26857050", ".",
@@ -149,6 +160,7 @@ def prepare(repositories: Path) -> None:
     texts = [" ".join(random.choices(WORDS, k=600)) for _ in range(2000)]
     asked = [" ".join(random.choices(WORDS, k=30)) for _ in texts]
     write_lines(data / "pretrain.jsonl", [{"text": text} for text in texts])
+    (data / "texts.txt").write_text("\n".join(texts))
     pairs = list(zip(asked, texts, strict=True))
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": t}] for a, t in pairs]
     write_lines(data / "sft.jsonl", [{"conversations": turn} for turn in turns])
@@ -309,14 +321,18 @@ def _bytes_for_clip(folder: Path) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The rows as Markdown: allocated / reserved by card."""
+    """The rows as Markdown: allocated / reserved by card, and what `estimate` says for one of them."""
     from tightfit.units import format_bytes
 
     found = {(row["script"], row["card"]): row for row in record["rows"]}
-    lines = [f"| script | step | {' | '.join(CARDS)} |", f"|---|---|{'---|' * len(CARDS)}"]
+    lines = [
+        f"| script | step | {' | '.join(CARDS)} | `estimate`, {ESTIMATED} |",
+        f"|---|---|{'---|' * len(CARDS)}---|",
+    ]
     for script in SCRIPTS:
         cells = [_cell(found.get((script.name, card)), format_bytes) for card in CARDS]
         if any(cells):
+            cells.append(_estimated(found.get((script.name, ESTIMATED)), format_bytes))
             commit = f" at {script.commit}" if script.commit else ""
             lines.append(f"| {script.name} ({script.repository}{commit}) | {script.what} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -331,6 +347,15 @@ def _cell(row: dict[str, Any] | None, format_bytes: Any) -> str:
     if not row["steps"]:
         return f"failed ({row['exit_code']})"
     return f"{format_bytes(row['peak_bytes'])} / {format_bytes(row['reserved_bytes'])}"
+
+
+def _estimated(row: dict[str, Any] | None, format_bytes: Any) -> str:
+    """What was predicted without the script, and how far that is from what it took."""
+    if row is None or "estimated_bytes" not in row:
+        return "not said"
+    apart = row["estimated_bytes"] - row["peak_bytes"]
+    share = f"{apart / row['peak_bytes']:+.2%}" if abs(apart) >= 1e-4 * row["peak_bytes"] else f"{apart:+,} bytes"
+    return f"{format_bytes(row['estimated_bytes'])} ({share})"
 
 
 def write_pages(made: str, begin: str, end: str) -> None:

@@ -30,7 +30,7 @@ from tightfit.runtime.internals import backward_is_running
 _OF_NUMBERS = "add sub rsub mul div remainder floor_divide minimum maximum max min amax amin abs neg clamp clamp_min "
 _OF_NUMBERS += "clamp_max sum prod cumsum cumprod all any count_nonzero eq ne lt le gt ge isin bitwise_and bitwise_or "
 _OF_NUMBERS += "bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift logical_and logical_or logical_xor "
-_OF_NUMBERS += "logical_not where masked_fill"
+_OF_NUMBERS += "logical_not where masked_fill ceil floor round trunc"
 _OF_PLACES = "copy arange linspace eye randperm random fill zero tril triu flip roll cat index index_select "
 _OF_PLACES += "_index_put_impl index_add gather scatter scatter_add masked_scatter sort searchsorted bucketize nonzero "
 _OF_PLACES += "masked_select _unique2 unique_consecutive unique_dim bincount repeat_interleave equal"
@@ -169,7 +169,8 @@ class DecidingValues(ComputedValues):
         if sum(tensor.nbytes for tensor in results) > MOST:
             return None
         if fills:  # what is not a number marks memory that nobody has written
-            return Known.FILLED if of_integers else Known.SUPPOSED if args[1] == args[1] else None
+            is_number = base == "zero_" or args[1] == args[1]
+            return Known.FILLED if of_integers else Known.SUPPOSED if is_number else None
         if name in _SUPPOSED:
             return Known.SUPPOSED
         known = self._least(self._operands(name, operator, args, kwargs))
