@@ -1,6 +1,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit
 from tightfit.levers.recompute.rule import every_block
 from tightfit.planner import api
-from tightfit.planner.request import Tracer
-from tightfit.planner.search.last_resorts import segment_counts
+from tightfit.planner.levers import CapturedBlocks, TiledModules
+from tightfit.planner.request import Request, Tracer
+from tightfit.planner.search.candidates import Candidate
+from tightfit.planner.search.last_resorts import join_segments, segment_counts
+from tightfit.planner.search.search import Search
 from tiny import decoder, token_batch
 
 
@@ -79,6 +83,26 @@ def test_nothing_is_joined_where_the_optimizers_own_step_is_the_least_peak(least
     refusal, tried = least(512, 1, "adamw")
     assert "held up in optimizer" in str(refusal)
     assert tried == []
+
+
+@pytest.mark.parametrize("captured_peak", [50, 150])
+def test_segments_join_the_blocks_of_the_least_without_captured_ones(captured_peak):
+    request = Request.of(decoder(num_layers=4), token_batch(2, 8), levers=["rounding", "capture"], device="rtx4090")
+    search = Search(request.checked(), 1)
+    plain, tiled = request.plain, TiledModules(("layers.0",), 4)
+
+    def considered(combination, peak):
+        search.consider(Candidate(combination, {}, (), replace(search.plain, levels=(peak,))), "one")
+
+    considered(plain, 200)
+    considered(plain.with_lever(tiled), 100)
+    considered(plain.with_lever(CapturedBlocks(tuple(search.paths))), captured_peak)  # without capture it is above
+    joined = []
+    search.trace_applied = lambda combination, *args, **how: joined.append(combination) or search.joinable
+    search.tracer = SimpleNamespace(part=lambda *args, **how: replace(search.plain, levels=(1,)))
+    join_segments(search)
+    assert joined
+    assert {combination.get(TiledModules) for combination in joined} == {tiled}
 
 
 def test_a_card_too_small_for_a_budget_is_said_to_be_what_does_not_fit():

@@ -31,15 +31,15 @@ def join_segments(search: Search) -> None:
     """Join blocks to segments, which also recompute the blocks' outputs. That is slower, and needs less memory in
     models of many blocks.
     """
-    if not search.request.may(Recompute) or not search.paths or search.least is None:
+    if not search.request.may(Recompute) or not search.paths or search.least is None or search.joinable is None:
         return
     world = search.request.world
     if world is not None and world.is_sharded and world.sharding.reshard_after_forward is not False:
         return  # a segment recomputes several blocks at once, and FSDP2 has gathered the weights of one
     if search.least.trace.peak_operator.phase is Phase.OPTIMIZER:
         return  # segments lower only forward and backward
-    roles = (Role.WHOLE_BLOCKS, Role.EXECUTION, Role.WEIGHTS)  # a segment needs several blocks at once
-    combination = search.least.combination.without(*(kind for role in roles for kind in search.of_role(role)))
+    # That of least peak may capture blocks, and without these it may be above another one, with tiles.
+    combination = search.joinable.combination
     for segments in segment_counts(len(search.paths)):
         rule = every_block(search.paths, segments=segments)
         part = search.tracer.part(combination, rule.policies, search.plain, rule.joined)

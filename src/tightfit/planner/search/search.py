@@ -57,6 +57,7 @@ class Search:
     routing_matters: bool = False
     best: Candidate | None = None
     least: Candidate | None = None
+    joinable: Candidate | None = None  # the one of least peak whose blocks may be joined to segments
     solved: Candidate | None = None  # the fastest that fits without compiled or captured blocks
     mixed: Combination | None = None  # the one whose blocks were solved with compiled and captured options together
     rejected: list[Rejected] = field(default_factory=list)
@@ -170,6 +171,10 @@ class Search:
         """Keep the candidate if it is the fastest that fits, and record why the slower one is rejected."""
         if self.least is None or candidate.peak_bytes < self.least.peak_bytes:
             self.least = candidate
+        if self.joinable is None or candidate.peak_bytes < self.joinable.peak_bytes:
+            roles = (Role.WHOLE_BLOCKS, Role.EXECUTION, Role.WEIGHTS)  # a segment needs several blocks at once
+            if not any(candidate.combination.get(kind) for role in roles for kind in self.of_role(role)):
+                self.joinable = candidate
         if (excess := self.excess(candidate)) > 0:
             over = (
                 "over the budget" if candidate.needed_bytes > self.budget_bytes else "more than the device has room for"
