@@ -381,10 +381,11 @@ def on_null_cards(record: Record) -> str:
         "| card | steps | to the byte | worst | reserved: to the byte | worst | plans | above their budget |",
         [_card_line(card, [row for row in ran if row["card"] == card]) for card in cards],
     )
-    misses = rows(
+    misses = "Not to the byte, all of them:\n\n" + rows(
         "| step | predicted | measured | difference | commit |",
         [f"| {r['name']} | {r['predicted']:,} | {r['measured']:,} | {_off(r):+.4%} | {r['commit']} |" for r in missed],
     )
+    why = "; ".join(f"{error} ({count})" for error, count in errors.most_common())
     return f"""\
 ## On null cards
 
@@ -398,11 +399,8 @@ a process of its own (`python -m benchmarks.card`); the third step is compared. 
 {", ".join(f"{commit} ({count} steps)" for commit, count in commits.most_common())}.
 
 {table}
-Not to the byte, all of them. 512 bytes with several micro-batches are the sum of the losses of a middle one, which is
-not traced. Of adapters on nf4 the cause is not known; what these steps reserve is predicted to the byte.
-
-{misses}
-{len(failed)} steps were not measured: {"; ".join(f"{why} ({count})" for why, count in errors.most_common())}.
+{misses if missed else ""}
+{len(failed)} steps were not measured{": " if failed else ""}{why}.
 """
 
 
