@@ -123,13 +123,16 @@ def on_card(experiment: str, repository: Path, data: Path) -> dict[str, Any]:
 
 
 def predicted(experiment: str, repository: Path, data: Path) -> dict[str, Any]:
-    """The same step by a dry run: 4 rows of 768 tokens of which one is padded, AdamW, clipped."""
+    """The longest step by a dry run: 4 rows of which one is padded, AdamW, clipped, an empty cache before it."""
     import torch
 
-    from tightfit import estimate
     from tightfit.devices.known import find
     from tightfit.models.adapters import add_adapter
+    from tightfit.planner.request import role_of
+    from tightfit.step import Part, StepSettings
     from tightfit.tracing.build import build_dry
+    from tightfit.tracing.cuda.replay import play
+    from tightfit.tracing.step import trace_step
     from tightfit.training.config import AdapterConfig
 
     file = repository / COMPARISON / "experiments" / experiment / "adapter_config.json"
@@ -149,16 +152,13 @@ def predicted(experiment: str, repository: Path, data: Path) -> dict[str, Any]:
 
     known = find(CARD)
     assert known is not None, CARD
-    found = estimate(
-        build_dry(build).train(),
-        {"input_ids": ids, "attention_mask": mask, "labels": ids},
-        loss=loss,
-        optimizer=torch.optim.AdamW,
-        device=known.spec,
-        grad_clip=1.0,
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    settings, role = StepSettings(grad_clip=1.0), role_of(known.spec)
+    trace = trace_step(
+        build_dry(build).train(), [Part(batch, 1.0)], loss, optimizer=torch.optim.AdamW, settings=settings, role=role
     )
-    assert found.reserved_bytes is not None, "of a card"
-    return {"predicted_bytes": found.reserved_bytes - AT_START, "predicted_allocated_bytes": found.peak_bytes}
+    found = play(trace, emptied=True)
+    return {"predicted_bytes": found.reserved_bytes - AT_START, "predicted_allocated_bytes": max(found.levels)}
 
 
 def described(experiment: str, record: dict[str, Any]) -> dict[str, Any]:

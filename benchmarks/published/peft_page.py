@@ -17,7 +17,8 @@ an L40S with torch 2.13, beside two answers from a machine without a GPU (torch 
 `run.py`, unchanged, for 30 steps on a null L40S, and a dry run of the step with the longest batch. The longest batch is
 not published: {record["longest"]} tokens are one choice for all methods. Texts are random letters, so the lengths of
 the batches before are not PEFT's either, and what the allocator still holds of those counts as reserved: two runs of
-one method (IA3) are {spread(rows):.1%} apart. A dry run begins with nothing held. Why a method did not reach its first
+one method (IA3) are {spread(rows):.1%} apart. In the dry run the longest batch finds an empty cache, since run.py
+empties it behind every tenth step. Why a method did not reach its first
 step was not looked into one by one: a null card refuses cuSOLVER and cuFFT, by which some begin.
 `python -m benchmarks.published.peft`.
 

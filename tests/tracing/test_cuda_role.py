@@ -13,10 +13,11 @@ import tiny
 from tightfit import recompute
 from tightfit.levers.micro_batch import as_parts
 from tightfit.runtime.internals import has_kernel, operators_with_kernel
-from tightfit.step import StepSettings, model_loss
+from tightfit.step import Part, StepSettings, model_loss
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import round_size
 from tightfit.tracing.cuda.autocast import CUDA_LISTS
+from tightfit.tracing.cuda.replay import play
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.step import trace_step
 
@@ -437,3 +438,11 @@ def test_operators_of_other_libraries_are_cast_if_autocast_casts_them_on_cards(o
         with A100.simulated():
             assert operator(x).dtype == dtype
         assert operator(x).dtype == torch.bfloat16
+
+
+def test_steps_behind_an_emptied_cache_reserve_less_where_states_split_what_activations_left():
+    model, parts = tiny.decoder(num_layers=2, hidden_size=256, vocab_size=2000), [Part(tiny.token_batch(16, 256), 1.0)]
+    role = CudaRole((8, 9), 128)
+    trace = trace_step(model, parts, model_loss, optimizer="adamw", settings=StepSettings("bf16"), role=role)
+    kept, emptied = play(trace), play(trace, emptied=True)
+    assert max(emptied.levels) <= emptied.reserved_bytes < kept.reserved_bytes

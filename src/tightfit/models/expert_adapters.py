@@ -33,9 +33,10 @@ def adapting_codes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, held in zip(experts, codes, strict=True):
             module._parameters.update(held)
-    for module in [m for m in model.modules() if type(m) is _wrapper()] if experts else ():
-        if isinstance(module.get_base_layer(), LowBitExperts):
-            module.__class__ = _wrapper_of_codes()
+    adapters: list[Any] = [m for m in model.modules() if type(m) is _wrapper()] if experts else []
+    for adapter in adapters:
+        if isinstance(adapter.get_base_layer(), LowBitExperts):
+            adapter.__class__ = _wrapper_of_codes()
 
 
 def _stand_in(experts: LowBitExperts, name: str) -> nn.Parameter:

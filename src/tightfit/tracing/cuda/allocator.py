@@ -205,7 +205,7 @@ class CachingAllocator:
     def _grow(self, size: int, pool: PoolName) -> SegmentPart:
         # Pages of the size of a segment are mapped after the last block. If that block is free, it grows.
         if not self._has_room(self._missing(size, pool)):
-            self._release_cached()  # which may take that block
+            self.release_cached()  # which may take that block
         mapped = self._missing(size, pool)
         self._reserve(mapped)
         end = self._ends.get(pool)
@@ -229,14 +229,14 @@ class CachingAllocator:
 
     def _reserve(self, size: int) -> None:
         if not self._has_room(size):
-            self._release_cached()
+            self.release_cached()
             if not self._has_room(size):
                 assert self.capacity is not None, "without a capacity there is room"
                 raise DeviceFull(f"{size} bytes asked of {self.capacity - self.reserved}")
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _release_cached(self) -> None:
+    def release_cached(self) -> None:
         """Return free segments to the device. Of growing segments, only a free end can be returned."""
         for name, pool in self._pools.items():
             end = self._ends.get(name)

@@ -47,16 +47,25 @@ def fits_device(trace: StepTrace, capacity: int, *, once: bool = False) -> bool:
     return True
 
 
-def play(trace: StepTrace, *, capacity: int | None = None, steps: int = STEPS, once: bool = False) -> AllocatorReplay:
+def play(
+    trace: StepTrace,
+    *,
+    capacity: int | None = None,
+    steps: int = STEPS,
+    once: bool = False,
+    emptied: bool = False,
+) -> AllocatorReplay:
     """Allocate and free as `steps` steps do, with an allocator configured by the environment.
 
-    With `once` there is one step, which finds the optimizer's states that it did not make itself. Raises `DeviceFull`
-    beyond `capacity`.
+    With `once` there is one step, which finds the optimizer's states that it did not make itself. With `emptied` each
+    begins with an empty cache, as behind `torch.cuda.empty_cache()`. Raises `DeviceFull` beyond `capacity`.
     """
     allocator = CachingAllocator(capacity=capacity, expandable=expandable_segments())
     player = _Player(trace, allocator)
     levels: list[int] = []
     for step in range(1 if once else steps):
+        if emptied:
+            allocator.release_cached()
         if step == 0 and trace.first_step is not None and steps > 1:
             begun = _Player(trace.first_step, allocator)
             begun.step(first=True)
