@@ -11,7 +11,8 @@ from test_trl import narrow_head, tokenizer  # noqa: F401 - a fixture
 from tiny_trainings import PeakOfSteps, llama, losses
 from transformers import LlamaForCausalLM
 
-from tightfit.errors import InputError
+from tightfit.devices.present import lookup
+from tightfit.errors import BudgetError, InputError, LeverError
 from tightfit.integrations.hf import MemoryBudget
 from tightfit.integrations.rollouts import rollout_batches
 
@@ -65,6 +66,43 @@ def test_it_trains_the_same_bits_within_its_budget(tmp_path, settings):
     assert 0 < peak.bytes <= budget.plan.budget_bytes < budget.plan.plain_peak_bytes
     assert losses(planned) == losses(plain)
     assert all(torch.equal(one, other) for one, other in zip(trained(planned), trained(plain), strict=True))
+
+
+class Engine(trl.GRPOTrainer):
+    """A trainer as with vLLM in its process, which has no package here: what is planned for, and no more."""
+
+    share, sleeps = 0.25, False
+
+    def train(self, *args, **kwargs):
+        self.use_vllm, self.args.vllm_mode = True, "colocate"
+        self.args.vllm_gpu_memory_utilization, self.args.vllm_enable_sleep_mode = self.share, self.sleeps
+        self._generate_and_score_completions = self.ended
+        return super().train(*args, **kwargs)
+
+    def ended(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("narrow_head")
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_the_share_of_vllm_in_the_process_is_taken_off_unless_it_sleeps(tmp_path, monkeypatch, sleeps):
+    monkeypatch.setattr(trl, "GRPOTrainer", Engine)
+    monkeypatch.setattr(Engine, "sleeps", sleeps)
+    budget = MemoryBudget("80%", levers="exact")
+    with pytest.raises(KeyboardInterrupt):
+        grpo(tmp_path, callbacks=[budget])
+    whole = lookup(None).memory_bytes
+    assert budget.plan.budget_bytes == int(0.8 * whole) - (0 if sleeps else int(0.25 * whole))
+
+
+@pytest.mark.usefixtures("narrow_head")
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_vllm_beyond_the_budget_is_one_line(tmp_path, monkeypatch, sleeps):
+    monkeypatch.setattr(trl, "GRPOTrainer", Engine)
+    monkeypatch.setattr(Engine, "sleeps", sleeps)
+    why = "while vLLM generates.*lower vllm_gpu_memory_utilization" if sleeps else "leaves nothing for the training"
+    with pytest.raises((LeverError, BudgetError), match=why):
+        grpo(tmp_path, callbacks=[MemoryBudget("25%", levers="exact")])
 
 
 class Settings(SimpleNamespace):

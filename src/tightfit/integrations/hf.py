@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tightfit.devices.present import lookup
 from tightfit.errors import InputError, LeverError, VerificationFailed
 from tightfit.integrations.applied_plans import ReplaceablePlan, note, take_off_earlier
 from tightfit.integrations.batches import checked_length
@@ -25,6 +26,7 @@ from tightfit.integrations.checkpointing import TakenOver, refuse_wrapped, take_
 from tightfit.integrations.model_ranks import ALONE, ranks_of_model
 from tightfit.integrations.planning import GuestStep, figures, own_peak, plan_for_all, without_micro_batches
 from tightfit.integrations.recovering import GuestRecovery
+from tightfit.integrations.rollouts import refuse_generation_beyond, reservation
 from tightfit.integrations.trainer_step import TrainerLoss, nothing_noted, trainer_batches, trainer_step
 from tightfit.integrations.weighing import Weighing, measure_weighing
 from tightfit.levers.handle import Applied, Removable
@@ -57,6 +59,9 @@ class MemoryBudget(TrainerCallback):
     searched for the longest. `verify=True` proves the plan on a part of the first batch before the training begins.
     With `recover=True` a step that runs out of memory is undone and runs again with a tighter plan: the same batches,
     random numbers and schedule. Not with `fp16` inside the optimizer's step, which accelerate's scaler wraps.
+
+    A budget in bytes, or as a share of the device, is for vLLM in this process too, where trl's trainer generates by
+    it: its share of the device is taken off, unless it sleeps during steps.
 
     In DistributedDataParallel (torchrun) rank 0 makes the plan for all ranks, without `recover`; with FSDP2 (of
     accelerate, or of `transformers`) too, and without `verify`.
@@ -182,7 +187,10 @@ class MemoryBudget(TrainerCallback):
         if not splits:
             step = step.but(levers=without_micro_batches(self.levers))
         hosted = [on_device(batch, "cpu") for batch in batches]
+        engine = reservation(trainer, lookup(step.device).memory_bytes)
+        step = step.beside(engine.while_training)
         plan = plan_for_all(step, hosted, self.budget)
+        refuse_generation_beyond(plan.budget_bytes + engine.while_training, plan.planned.by_category, engine)
         self._plan_within = lambda bound: plan_for_all(step, hosted, bound)
         if self.verifies:
             prove(step, batches[0], plan)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tightfit.devices.present import lookup
-from tightfit.errors import CannotFit, TraceError
+from tightfit.devices.spec import DeviceSpec
+from tightfit.errors import BudgetError, CannotFit, TraceError
 from tightfit.integrations.batches import all_labels_counted, have_one_shape, repeated
 from tightfit.integrations.checkpointing import TakenOver
 from tightfit.integrations.model_ranks import ALONE, ModelRanks
@@ -25,7 +26,7 @@ from tightfit.planner.records import StepFigures
 from tightfit.planner.request import Request, device_of_a_rank
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.step import Batch
-from tightfit.units import format_bytes, parse_budget
+from tightfit.units import format_bytes, is_share_of, parse_budget
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,16 @@ class GuestStep:
 
     The request has no batch yet. Its `loss` computes the library's loss of one batch, in its own precision. Dry runs
     for CUDA add `precision` around it, because their tensors are on the host, where the library's own autocast has no
-    effect.
+    effect. `reserved_bytes` of the device are held beside the step, by another library in this process.
     """
 
     request: Request
     ranks: ModelRanks = ALONE
+    reserved_bytes: int = 0
+
+    def beside(self, reserved_bytes: int) -> "GuestStep":
+        """The step on a device of which so many bytes are held by another library."""
+        return replace(self, reserved_bytes=reserved_bytes)
 
     def but(self, **changes: Any) -> "GuestStep":
         """The step with other arguments, by the names that `tightfit.plan` has for them."""
@@ -80,6 +86,7 @@ class GuestStep:
             precision="fp32" if self.device.type == "cpu" else step.precision,
             micro_batches=micro_batches,
             **self.ranks.arguments,
+            **({"device": self._room()} if self.reserved_bytes else {}),
         )
 
     def whole(self, batch: Batch) -> Batch:
@@ -100,9 +107,22 @@ class GuestStep:
             return max(self.step_figures(batch, micro_batches).peak_bytes for batch in batches)
 
     def budget_bytes(self, budget: int | str, plain: StepFigures) -> int:
-        """The budget in bytes. Raises `BudgetError` for an invalid one."""
+        """The budget of the step in bytes: what is reserved is taken off one for the device. Raises `BudgetError`."""
         device_bytes = device_of_a_rank(self.device, in_ranks=self.ranks is not ALONE).memory_bytes
-        return parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
+        found = parse_budget(budget, device_bytes=device_bytes, plain_peak_bytes=plain.peak_bytes)
+        if is_share_of(budget, "x"):
+            return found
+        if found <= self.reserved_bytes:
+            raise BudgetError(
+                f"budget {budget!r} leaves nothing for the training beside {format_bytes(self.reserved_bytes)} that "
+                "are reserved: raise it, or reserve less"
+            )
+        return found - self.reserved_bytes
+
+    def _room(self) -> DeviceSpec:
+        """The device without what is reserved."""
+        device = device_of_a_rank(self.device, in_ranks=self.ranks is not ALONE)
+        return replace(device, memory_bytes=device.memory_bytes - self.reserved_bytes)
 
 
 def plan_for_all(step: GuestStep, batches: Sequence[Batch], budget: int | str) -> Plan:

@@ -1,13 +1,15 @@
 """Batches of trainers that learn what their model generates (trl's GRPO and RLOO), before anything is generated."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, LeverError
 from tightfit.integrations.batches import distinct, with_padding
 from tightfit.step import Batch
+from tightfit.tracing.record import Category
+from tightfit.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -18,6 +20,42 @@ TOKENIZED = 16  # prompts with the most characters, whose tokens are counted
 def generates(trainer: "Trainer") -> bool:
     """True if a trainer's step makes its tensors from completions that it generates, as trl's do."""
     return hasattr(trainer, "_generate_and_score_completions") and hasattr(trainer.args, "max_completion_length")
+
+
+class Reservation(NamedTuple):
+    """Bytes of the device that an engine in this process takes to generate, and whether it sleeps during steps."""
+
+    nbytes: int
+    sleeps: bool
+
+    @property
+    def while_training(self) -> int:
+        return 0 if self.sleeps else self.nbytes
+
+
+def reservation(trainer: Any, device_bytes: int) -> Reservation:
+    """What a trainer of trl lets vLLM take in its own process (`vllm_mode="colocate"`): a share of the device, which it
+    gives back for each step with `vllm_enable_sleep_mode`.
+    """
+    settings: Any = trainer.args
+    if not getattr(trainer, "use_vllm", False) or getattr(settings, "vllm_mode", None) != "colocate":
+        return Reservation(0, sleeps=False)
+    nbytes = int(settings.vllm_gpu_memory_utilization * device_bytes)
+    return Reservation(nbytes, bool(getattr(settings, "vllm_enable_sleep_mode", False)))
+
+
+def refuse_generation_beyond(budget: int, held: Mapping[str, int], taken: Reservation) -> None:
+    """Raise `LeverError` if an engine exceeds a budget while it generates, beside weights and optimizer states.
+
+    `held` are the bytes of a step at its peak by category.
+    """
+    stays = held.get(Category.PARAMETER, 0) + held.get(Category.OPTIMIZER_STATE, 0)
+    if taken.nbytes and stays + taken.nbytes > budget:
+        raise LeverError(
+            f"while vLLM generates, its {format_bytes(taken.nbytes)} (vllm_gpu_memory_utilization) and "
+            f"{format_bytes(stays)} of weights and optimizer states are beyond the budget of {format_bytes(budget)}: "
+            "lower vllm_gpu_memory_utilization, or raise the budget"
+        )
 
 
 def rollout_batches(trainer: "Trainer", dataset: Any, max_length: int | None) -> list[Batch]:
