@@ -193,14 +193,11 @@ def forward_backward(
     *,
     scaler: torch.amp.GradScaler | None = None,
     observer: Observer | None = None,
-    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Accumulate the gradients of all micro-batches, and return the loss of the whole batch, detached.
-
-    `total` is that of micro-batches that ran before, to which it is added.
-    """
+    """Accumulate the gradients of all micro-batches, and return the loss of the whole batch, detached."""
     observer = observer or NoObserver()
     device_type = next((p.device.type for p in model.parameters()), "cpu")
+    total: torch.Tensor | None = None
     for number, part in enumerate(parts, start=1):
         more_follow = number < len(parts)
         with adding_up(model, last=not more_follow):

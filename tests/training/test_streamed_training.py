@@ -75,12 +75,11 @@ def test_a_training_that_streams_has_the_bits_of_the_plain_one(plain: Path, tmp_
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_while_blocks_travel_ends_with_a_checkpoint_that_is_resumed(number, plain, tmp_path, monkeypatch):
     """Ctrl-C in a forward, SIGTERM in a backward."""
-    moved, calls, received, cut = FileTier.bring, [], [], []
+    moved, told, received, cut = FileTier.bring, Listener(), [], []
     before = signal.signal(number, lambda *_: received.append(number))
 
     def bring(*arguments: Any) -> Any:
-        calls.append(1)
-        if len(calls) > 20 and not cut and backward_is_running() == (number == signal.SIGTERM):
+        if ("step", 1) in told.told and not cut and backward_is_running() == (number == signal.SIGTERM):
             cut.append(number)
             signal.raise_signal(number)
         return moved(*arguments)
@@ -89,7 +88,7 @@ def test_a_signal_while_blocks_travel_ends_with_a_checkpoint_that_is_resumed(num
     with monkeypatch.context() as patch:
         patch.setattr(FileTier, "bring", bring)
         with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext():
-            train(config)
+            train(config, reporter=told)
     signal.signal(number, before)
     assert cut
     assert len(received) == (number == signal.SIGTERM)

@@ -152,28 +152,18 @@ def label_states(
         dry.ledger.on_host(state)
 
 
-def run_parts(
-    dry: DryRun,
-    model: nn.Module,
-    parts: Sequence[Part],
-    loss: Loss,
-    settings: StepSettings,
-    *,
-    total: torch.Tensor | None = None,
-) -> list[int]:
-    """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end.
-
-    `total` is the loss of micro-batches that ran before.
-    """
+def run_parts(dry: DryRun, model: nn.Module, parts: Sequence[Part], loss: Loss, settings: StepSettings) -> list[int]:
+    """Run forward and backward of each micro-batch. Returns the operators at which they begin, and the end."""
     boundaries = [len(dry.operators)]
     scaler: Any = None if dry.loss_scale is None else Scaler(dry.loss_scale)
+    before = None  # the loss of a micro-batch, which a training adds up, so it is there while the next one runs
     for number, part in enumerate(parts, start=1):
         more_follow = number < len(parts)
         held = Contents((part.batch,))  # a loss may take its labels out of the batch, and it runs again
         try:
             with accumulation() if more_follow else nullcontext(), adding_up(model, last=not more_follow):
                 precision, observer = settings.precision, Phases(dry)
-                total = forward_backward(model, [part], loss, precision, scaler=scaler, observer=observer, total=total)
+                before = forward_backward(model, [part], loss, precision, scaler=scaler, observer=observer)
         finally:
             held.restore()
         boundaries.append(len(dry.operators))
@@ -183,4 +173,5 @@ def run_parts(
             gradient = gradient_memory(model.get_parameter(name))
             for held in () if gradient is None else memory_of(gradient):
                 dry.ledger.label(held, Category.GRADIENT, name)
+    del before
     return boundaries

@@ -213,13 +213,12 @@ def trace_part(
             for name in with_gradient:
                 stepping.take(model.get_parameter(name))
             dry.begin_again()
-        total = None
-        if in_parts:  # the loss of the micro-batches before
-            total = TensorShape((), (), torch.float32).unbacked()
-            dry.ledger.track(total, known=False, operator=None)
+        before = TensorShape((), (), torch.float32).unbacked() if in_parts else None  # the loss of earlier ones
+        if before is not None:
+            dry.ledger.track(before, known=False, operator=None)
         with step_in_backward(_Spending(model, dry), model) if in_backward else nullcontext():
-            boundaries = run_parts(dry, model, [parts[-1]], loss, settings, total=total)
-        del stepping
+            boundaries = run_parts(dry, model, [parts[-1]], loss, settings)
+        del stepping, before
         return record(dry, boundaries, repeats=len(parts))
 
 
