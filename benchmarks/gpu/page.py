@@ -333,7 +333,7 @@ def on_null_cards(record: Record) -> str:
 `python -m benchmarks.gpu` on each, all its 47 steps and plans; commits {", ".join(commits)}. Out of memory is
 a plain step beyond the card, or a plan that was refused; seconds are the host's, and not compared. What is not to the
 byte is the hole that a decoder built on the card leaves where its rotary table was computed, and with several
-micro-batches the 512 bytes of above (`notes/null-card.md`).
+micro-batches 512 bytes: the loss of the earlier ones, which is counted since (`notes/null-card.md`).
 
 | card | ran | allocated to the byte | worst | reserved within 0.1% | plans | over budget | out of memory |
 |---|---|---|---|---|---|---|---|

@@ -92,7 +92,18 @@ def test_the_share_of_vllm_in_the_process_is_taken_off_unless_it_sleeps(tmp_path
     with pytest.raises(KeyboardInterrupt):
         grpo(tmp_path, callbacks=[budget])
     whole = lookup(None).memory_bytes
+    assert budget._plan_within(2**40).budget_bytes == 2**40  # a tighter plan's bound is of the step alone
     assert budget.plan.budget_bytes == int(0.8 * whole) - (0 if sleeps else int(0.25 * whole))
+
+
+@pytest.mark.usefixtures("narrow_head")
+def test_a_share_of_the_plain_peak_is_not_for_vllm(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl, "GRPOTrainer", Engine)
+    monkeypatch.setattr(Engine, "sleeps", True)  # held against the device, of which it is a quarter
+    budget = MemoryBudget("0.9x", levers="exact")
+    with pytest.raises(KeyboardInterrupt):
+        grpo(tmp_path, callbacks=[budget])
+    assert budget.plan.budget_bytes < int(0.25 * lookup(None).memory_bytes)
 
 
 @pytest.mark.usefixtures("narrow_head")

@@ -38,7 +38,7 @@ from tightfit.planner.levers import MicroBatches, allowed_levers
 from tightfit.planner.plans import Plan
 from tightfit.ranks.processes.once import is_first
 from tightfit.step import Batch, adding_up
-from tightfit.units import check_budget
+from tightfit.units import check_budget, is_share_of
 from tightfit.verification import verify
 
 try:
@@ -187,11 +187,14 @@ class MemoryBudget(TrainerCallback):
         if not splits:
             step = step.but(levers=without_micro_batches(self.levers))
         hosted = [on_device(batch, "cpu") for batch in batches]
-        engine = reservation(trainer, lookup(step.device).memory_bytes)
-        step = step.beside(engine.while_training)
+        device_bytes = lookup(step.device).memory_bytes
+        engine = reservation(trainer, device_bytes)
+        beside = engine.while_training
+        step = step.beside(beside)
         plan = plan_for_all(step, hosted, self.budget)
-        refuse_generation_beyond(plan.budget_bytes + engine.while_training, plan.planned.by_category, engine)
-        self._plan_within = lambda bound: plan_for_all(step, hosted, bound)
+        whole = device_bytes if is_share_of(self.budget, "x") else plan.budget_bytes + beside
+        refuse_generation_beyond(whole, plan.planned.by_category, engine)
+        self._plan_within = lambda bound: plan_for_all(step, hosted, bound + beside)  # a bound is of the step alone
         if self.verifies:
             prove(step, batches[0], plan)
         return plan

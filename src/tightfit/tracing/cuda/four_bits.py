@@ -8,7 +8,6 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from tightfit.tracing.cuda.reductions import LaunchLimits
 from tightfit.tracing.shapes import TensorShape
 
 _PRODUCT = "bitsandbytes.gemm_4bit.default"
+# Of that file: rows from which on it always widens, its decision, and what it knows of the card.
+_DECISION = "_gemm_4bit_custom_max_m", "_gemm_4bit_use_custom_cuda", "_gpu_dispatch_props"
 _RAW_STREAM = "_cuda_getCurrentRawStream"  # which the file looks up as it is imported, and calls in kernels alone
 
 
@@ -44,22 +45,20 @@ def four_bit_scratch(
 def widens(rows: int, inner: int, columns: int, dtype: torch.dtype, card: LaunchLimits) -> bool:
     """True if the package widens the weight (columns, inner) for that many rows; so it is where it cannot be asked."""
     package = _package()
-    largest, decides = (
-        getattr(package, name, None) for name in ("_gemm_4bit_custom_max_m", "_gemm_4bit_use_custom_cuda")
-    )
-    if largest is None or decides is None or rows > largest:
+    largest, decides, its_own = (getattr(package, name, None) for name in _DECISION)
+    if largest is None or decides is None or its_own is None or rows > largest:
         return True
-    (major, minor), its_own = card.capability, getattr(package, "_gpu_dispatch_props", None)
-    setattr(package, "_gpu_dispatch_props", lambda index: (card.multiprocessors, major, minor))  # noqa: B010
+    major, minor = card.capability
+    package._gpu_dispatch_props = lambda index: (card.multiprocessors, major, minor)
     try:
         decide: Callable[..., bool] = decides.__wrapped__  # it remembers answers by the number of the card
         return not decide(0, dtype, rows, columns, inner)
     finally:
-        setattr(package, "_gpu_dispatch_props", its_own)  # noqa: B010
+        package._gpu_dispatch_props = its_own
 
 
 @functools.cache
-def _package() -> ModuleType | None:
+def _package() -> Any:
     """The package's file for CUDA; None where it cannot be imported."""
     made_up: Any = not hasattr(torch._C, _RAW_STREAM)
     if made_up:
