@@ -355,7 +355,7 @@ train(model, make(model))
 )
 
 
-def measured(training: Training, packages: Path) -> dict[str, Any]:
+def measured(training: Training, packages: Path, card: str = CARD) -> dict[str, Any]:
     """What one training takes of the card, or why it did not run."""
     import tightfit
 
@@ -367,12 +367,12 @@ def measured(training: Training, packages: Path) -> dict[str, Any]:
             script, log = Path(folder, "train.py"), Path(folder, "log")
             script.write_text(LLAMA + training.script + "\n")
             watched = ["sh", "-c", f'"$0" "$1" 2>"{log}"', sys.executable, str(script)]
-            found = tightfit.run(watched, device=CARD, steps=STEPS, timeout=PATIENCE, quiet=True)
+            found = tightfit.run(watched, device=card, steps=STEPS, timeout=PATIENCE, quiet=True)
             said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     finally:
         os.environ["PYTHONPATH"] = outside
     row: dict[str, Any] = {
-        "training": training.name, "versions": _versions(training.packages.split(), packages), "card": CARD,
+        "training": training.name, "versions": _versions(training.packages.split(), packages), "card": card,
         "steps": len(found.steps), "exit_code": found.exit_code, "peak_bytes": found.peak_bytes,
         "reserved_bytes": found.reserved_bytes, "host_peak_bytes": found.host_peak_bytes,
     }  # fmt: skip

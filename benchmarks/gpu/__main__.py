@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--small", action="store_true", help="a few small cases, on the CPU")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name holds one of these texts")
     parser.add_argument("--minutes", type=float, default=8.5, help="default: 8.5")
     parser.add_argument("--together", type=int, default=1, help="cases that are predicted at a time (default: 1)")
     parser.add_argument("--pause", action="store_true", help="measure when a line comes from the standard input")
@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.small and not torch.cuda.is_available():
         parser.error("there is no CUDA device: --small runs a few cases on the CPU")
     device = "cpu" if options.small else "cuda"
-    cases = [case for case in (small_cases() if options.small else all_cases()) if options.only in case.name]
+    everything = small_cases() if options.small else all_cases()
+    cases = [case for case in everything if any(text in case.name for text in options.only)]
     began = time.monotonic()
     results = Results(options.output, describe_device(lookup(device, print, measured=True)))
     for first in range(0, len(cases), options.together):

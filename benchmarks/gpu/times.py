@@ -31,6 +31,7 @@ CASES = (
     Case("1B", 1, 4096, precision="fp32"),
     Case("8B-width", 1, 8192, optimizer="adamw fused", grad_clip=1.0),
     Case("8B-width", 1, 8192),
+    *(Case(model, 8, 1024) for model in ("GPT-2", "GPT-2 eager", "Gemma-2", "Gemma-3", "Llama")),
 )
 # Rows, columns, inner; the numbers decide how much power the product draws, and so its clock.
 PRODUCTS = (

@@ -13,7 +13,7 @@ import torch
 import tightfit
 from tightfit.cli.assistants import server
 from tightfit.devices.nullcard.card import card_of
-from tightfit.errors import InputError, TightfitError
+from tightfit.errors import DeviceError, InputError, TightfitError
 from tightfit.training.monitoring.cards.command import _of_training, _result
 from tightfit.training.monitoring.cards.records import RankOfRun, RefusedBytes
 
@@ -74,6 +74,36 @@ def test_the_peak_is_the_allocators_own_and_the_script_reads_it_too(tmp_path, ca
     (read,) = (value for value in run.read_values if "loss.item()" in value.line)
     assert read.at.startswith("train.py:12 ")
     assert read.count == 3
+
+
+def test_on_the_card_of_this_machine_the_script_runs_as_it_is(tmp_path, capfd):
+    """Here that is the null card of the tests, whose figures are those that a run on a null card of its name finds."""
+    run = tightfit.run(script(tmp_path), device="cuda", steps=3)
+    said = printed(capfd.readouterr().out, "peak")
+    assert [run.peak_bytes, run.reserved_bytes] == [int(figure) for figure in said[-1]]
+    assert run.here
+    assert run.device == torch.cuda.get_device_name()
+    assert run.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+    assert not run.read_values, "all numbers are true there"
+    there = tightfit.run(script(tmp_path), device="rtx4090", steps=3)
+    assert [s.peak_bytes for s in run.steps] == [s.peak_bytes for s in there.steps]
+    assert "of this machine" in str(run)
+    assert "not here" not in str(run)
+    assert "not here" in str(there)
+
+
+@pytest.mark.parametrize("wrong", [{"memory": "8GiB"}, {"count": 2}, {"values": True}, {"load": True}])
+def test_the_card_of_this_machine_is_what_it_is(tmp_path, wrong):
+    with pytest.raises(InputError, match="leave memory, count, values and load out"):
+        tightfit.run(script(tmp_path), device="cuda", **wrong)
+
+
+def test_a_machine_without_a_card_has_none(tmp_path, monkeypatch):
+    for name in ("LD_PRELOAD", "TIGHTFIT_NULLCARD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(DeviceError, match="no card that PyTorch can use"):
+        tightfit.run(script(tmp_path), device="cuda")
 
 
 @pytest.mark.keeps("tightfit-run-says-script")

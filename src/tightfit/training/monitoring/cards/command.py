@@ -1,4 +1,4 @@
-"""`tightfit.run`: a command as it is, on cards that are not there."""
+"""`tightfit.run`: a command as it is, on cards that are not there, or on those of this machine."""
 
 import ctypes
 import json
@@ -26,6 +26,14 @@ TIMED_OUT, INTERRUPTED = 124, 130  # exit codes, as those of `timeout` and of a 
 SIGNALLED = 128  # and the signal's number, of a command that a signal ended, as in a shell
 PATIENCE = 10.0  # seconds that a command has for its own end
 START = Path(__file__).parent / "start"
+HERE = "cuda"  # the name of this machine's own card
+# Asked in a process of its own: one that looks at a card takes some of its memory.
+ASKED = """
+import json, torch
+card = torch.cuda.get_device_properties(0)
+found = (card.name, card.total_memory, (card.major, card.minor), card.multi_processor_count, torch.cuda.device_count())
+print("\\n" + json.dumps(found))
+"""
 
 
 class CardRun(CardRunRecord):
@@ -57,7 +65,7 @@ def run(
     timeout: float | None = None,
     quiet: bool = False,
 ) -> CardRun:
-    """Run a command, unchanged, on cards that are not there, and say what it takes of them.
+    """Run a command, unchanged, on cards that are not there (or on this machine's), and say what it takes of them.
 
     PyTorch's own CUDA build runs on a CUDA runtime that computes nothing. So allocated and reserved bytes are
     measurements of PyTorch's own allocator. Integers and booleans are true (masks, positions, labels, counts), other
@@ -66,7 +74,8 @@ def run(
 
     Args:
         command: words, as `subprocess.run` takes them: `["python", "train.py", "--lr", "1e-4"]`, or `torchrun ...`.
-        device: a card's name or figures, as `--device` takes them.
+        device: a card's name or figures, as `--device` takes them. `"cuda"`: the cards of this machine, whose kernels run,
+            so that `memory`, `count`, `values` and `load` have no meaning.
         memory: all of its memory, bytes or text (`"8GiB"`), instead of its own.
         count: the number of cards.
         steps: the command is ended after so many optimizer steps of each process; 0: it runs to its own end.
@@ -80,7 +89,7 @@ def run(
         The record: what it took, whether it fits, and each rank's part.
 
     Raises:
-        DeviceError: the card is not known, or cannot be made here.
+        DeviceError: the card is not known, or cannot be made here; or this machine has none.
         InputError: there is no such program, or a number makes no sense.
         OutputError: `snapshot` cannot be written.
 
@@ -90,7 +99,11 @@ def run(
         Traceback (most recent call last):
         tightfit.errors.InputError: no command: give the words of one, such as ["python", "train.py"]
     """
-    card = _card(device, memory, count)
+    here = device == HERE
+    if here and (memory is not None or count != 1 or values or load):
+        raise InputError("on this machine's own cards (cuda) all numbers are true and their memory is their own: "
+                         "leave memory, count, values and load out, or name a card that is not here")  # fmt: skip
+    card = _card_here() if here else _card(device, memory, count)
     if not command:
         raise InputError('no command: give the words of one, such as ["python", "train.py"]')
     if steps < 0:
@@ -103,16 +116,25 @@ def run(
     if snapshot is not None:
         _check_writable(Path(snapshot))
     card = card if values or load else replace(card, most_copied=COPIED)
-    variables = environment(card)
+    variables = {**os.environ} if here else environment(card)
     with tempfile.TemporaryDirectory(prefix="tightfit-run-") as folder:
         written = None if snapshot is None else str(Path(snapshot).absolute())
-        settings = RunSettings(folder, installed_torch().version, steps, values, written)
+        settings = RunSettings(folder, installed_torch().version, steps, values, written, here)
         variables[SETTINGS] = json.dumps(vars(settings))
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START), variables.get("PYTHONPATH")]))
         code, ended = _ran(program, command, variables, timeout, quiet)
         files = sorted(Path(folder).glob("*.json"))
         ranks = tuple(RankOfRun.from_dict(json.loads(file.read_text(encoding="utf-8"))) for file in files)
-    return _result(card, command, _of_training(ranks), code, values, ended)
+    found = _result(card, command, _of_training(ranks), code, values or here, ended)
+    return replace(found, here=here)
+
+
+def _card_here() -> Card:
+    asked = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True)
+    if asked.returncode:
+        raise DeviceError(f"this machine has no card that PyTorch can use: {asked.stderr.strip().splitlines()[-1]}")
+    name, memory, (major, minor), multiprocessors, count = json.loads(asked.stdout.splitlines()[-1])
+    return Card(name, memory, (major, minor), multiprocessors, count)
 
 
 def _card(device: str, memory: int | str | None, count: int) -> Card:

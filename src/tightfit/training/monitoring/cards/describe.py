@@ -37,9 +37,10 @@ def describe_run(run: CardRunRecord, width: int = WIDTH) -> str:
 def verdict(run: CardRunRecord) -> list[str]:
     """The card, whether the command fits, and the peak."""
     several = f"{run.count} of them, each with " if run.count > 1 else ""
+    which = f"the {run.device} of this machine" if run.here else f"a {run.device} that is not here"
     lines = [
         f"{shlex.join(run.command)}",
-        f"on a {run.device} that is not here: {several}{format_bytes(run.memory_bytes)}, of which CUDA itself takes "
+        f"on {which}: {several}{format_bytes(run.memory_bytes)}, of which CUDA itself takes "
         f"{format_bytes(run.context_bytes)} (assumed).",
         "",
     ]
@@ -74,6 +75,8 @@ def closing(run: CardRunRecord) -> list[str]:
     """How far the figures go."""
     stopped = any(rank.stopped for rank in run.ranks)
     ended = "Ended after these steps; --steps 0 runs to the command's own end. " if stopped else ""
+    if run.here:
+        return [f"{ended}Measured with PyTorch's own CUDA allocator on the card of this machine."]
     numbers = "Numbers were true." if run.values else "Kernels were not run: bytes and integers are true."
     return [f"{ended}{numbers} Measured with PyTorch's own CUDA allocator on a runtime that computes nothing."]
 

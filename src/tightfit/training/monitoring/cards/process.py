@@ -151,6 +151,8 @@ class Watched:
         torch.cuda.memory._record_memory_history("all", "alloc", "python", EVENTS)
         attach: Any = vars(torch._C)["_cuda_attach_out_of_memory_observer"]
         attach(self._out_of_memory)
+        if self.settings.here:
+            return
         library = ctypes.CDLL("libcuda.so.1")
         if self.settings.values:
             from tightfit.devices.nullcard.values import true_values

@@ -11,13 +11,14 @@ SETTINGS = "TIGHTFIT_RUN"  # the variable in which the processes of a run find t
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings for a process of a run: `steps` 0 means to the script's own end."""
+    """The settings for a process of a run: `steps` 0 means to the script's own end, `here` the machine's own cards."""
 
     folder: str
     torch: str
     steps: int
     values: bool
     snapshot: str | None
+    here: bool
 
     @classmethod
     def read(cls) -> "RunSettings | None":
@@ -96,7 +97,7 @@ class RankOfRun:
 
 @dataclass(frozen=True)
 class CardRunRecord:
-    """A command that was run on cards that are not there.
+    """A command that was run on cards that are not there, or on this machine's (`here`).
 
     - `fits`: whether every process came to the end of a step after its last want of memory; None: no step ended, for
       another reason.
@@ -124,6 +125,7 @@ class CardRunRecord:
     exit_code: int
     command: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    here: bool = False
 
     @property
     def free_bytes(self) -> int:
