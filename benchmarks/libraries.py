@@ -4,8 +4,9 @@
 
 PYTHON is a Python whose PyTorch has CUDA; it runs on a null card, or with `--real` on the card of this machine. A null
 card's driver, cuBLAS and cuDNN are stubs, so its rows say what PyTorch's own CUDA code takes, and no more. The figures
-that predictions read (`src/tightfit/devices/libraries.toml`) are written from the results: those of a real card, where
-there are any.
+that predictions read (`src/tightfit/devices/libraries.toml`) are written from the results: those of a build from a null
+card's, beside which the same release was measured without CUDA; those of first steps from a real card's, where there
+are any.
 """
 
 import argparse
@@ -64,9 +65,9 @@ def measured(python: str, imports: str, card: str | None) -> dict[str, Any]:
 def figures(results: dict[str, Any]) -> str:
     """The file that predictions read: the most of all sets of imports."""
     where = "card" if "card" in results else "null card"
-    without = results["cpu"]["rows"]
+    without, build_rows = results["cpu"]["rows"], results["null card"]["rows"]
     rows = results[where]["rows"]
-    build = max(rows[name]["predicting_bytes"] - without[name]["predicting_bytes"] for name in rows)
+    build = max(build_rows[name]["predicting_bytes"] - without[name]["predicting_bytes"] for name in build_rows)
     steps = max(row["steps_bytes"] - row["predicting_bytes"] for row in rows.values())
     return (
         f"# What CUDA takes of the host's memory, measured on a {where}: written by `python benchmarks/libraries.py`.\n"
@@ -85,7 +86,7 @@ def main() -> None:
     results = json.loads(given.output.read_text("utf-8")) if given.output.exists() else {}
     where = {"cpu": (sys.executable, None), "null card": (given.card, "rtx4090")}
     if given.real:
-        where = {"cpu": (sys.executable, None), "card": (given.card, None)}
+        where = {"card": (given.card, None)}
     for name, (python, card) in where.items():
         rows = {what: measured(python, imports, card) for what, imports in IMPORTS.items()}
         results[name] = {"environment": environment(), "rows": rows}

@@ -1,6 +1,6 @@
 """What offload takes: share of the activations, time of a step, and the rate of its copies against the link's own.
 
-Whole blocks by hand, then plans that may offload, at shares of the plain peak. Each row is written when it is there.
+Plans that may offload, at shares of the plain peak, then whole blocks by hand. Each row is written when it is there.
 
 python -m benchmarks.gpu.offload --output benchmarks/results/gpu_offload.json
 python -m benchmarks.gpu.offload --small --output /tmp/small.json        (on the CPU, to disk)
@@ -75,10 +75,6 @@ def measured(*, small: bool) -> Iterator[dict[str, Any]]:
     content = {"model": name, "size": size, "length": length, "plain": steps.plain}
     content["link_bytes_per_second"] = None if small else link_rates()
     rows: list[dict[str, Any]] = []
-    for pattern in PATTERNS:
-        lever = offload(steps.model, pattern, smallest=1 if small else 1 << 20)
-        rows.append({"pattern": pattern, **steps.row(lever, lambda applied: applied.statistics.high_water_bytes)})
-        yield {**content, "results": rows}
     dry = build_dry(MODELS[name].build)
     for share in SHARES:
         how: dict[str, Any] = {"levers": ["offload"], "precision": "bf16", "device": device.type, "optimizer": "sgd"}
@@ -91,6 +87,10 @@ def measured(*, small: bool) -> Iterator[dict[str, Any]]:
             row = steps.row(made.apply(steps.model), lambda _, lever=lever: lever.bytes if lever is not None else 0)
             predicted = {"predicted_seconds": made.step_seconds, "predicted_bytes": made.peak_bytes}
             rows.append({"pattern": f"plan at {share}", **row, **predicted})
+        yield {**content, "results": rows}
+    for pattern in PATTERNS:
+        lever = offload(steps.model, pattern, smallest=1 if small else 1 << 20)
+        rows.append({"pattern": pattern, **steps.row(lever, lambda applied: applied.statistics.high_water_bytes)})
         yield {**content, "results": rows}
 
 

@@ -277,13 +277,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, metavar="FOLDER", help="run plans")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name holds one of these texts")
     parser.add_argument("--pause", action="store_true", help="measure when a line comes from the standard input")
     parser.add_argument("--together", type=int, default=1, help="cases that are built at a time (default: 1)")
     options = parser.parse_args(arguments)
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = SEGMENTS
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    cases = [case for case in (SMALL if options.small else CASES) if options.only in case.name]
+    everything = SMALL if options.small else CASES
+    cases = [case for case in everything if any(text in case.name for text in options.only)]
     if options.plan is not None:
         options.plan.mkdir(parents=True, exist_ok=True)
         for case in cases:

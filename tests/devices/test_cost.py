@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tightfit.devices.cost import CostModel, interpolate
+from tightfit.devices.spec import AttentionPoint
 from tightfit.tracing.shapes import TensorShape
 
 
@@ -105,3 +106,59 @@ def test_nothing_is_faster_than_its_bytes(spec):
 def test_interpolation_is_flat_before_straight_between_and_proportional_after():
     curve = ((10.0, 1.0), (20.0, 3.0))
     assert [interpolate(curve, size) for size in (1, 10, 15, 20, 40)] == [1.0, 1.0, 2.0, 3.0, 6.0]
+
+
+def with_curves(spec, **streams):
+    return replace(spec, streams={**spec.streams, **{key.replace("_", "/"): curve for key, curve in streams.items()}})
+
+
+def cast_seconds(spec, source, target, name="aten._to_copy.default"):
+    inputs, outputs = [shape(1000, dtype=source)], [shape(1000, dtype=target)]
+    if name == "aten.copy_.default":
+        inputs = [*outputs, *inputs]
+    return CostModel(spec).operator_seconds(name, inputs, outputs)
+
+
+@pytest.mark.parametrize("name", ["aten._to_copy.default", "aten.copy_.default"])
+def test_a_cast_to_a_wider_dtype_has_a_rate_of_its_own_where_one_was_measured(spec, name):
+    measured = with_curves(spec, widening_mixed=((6e3, 0.5), (6e6, 500.0)))
+    wider, narrower = (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)
+    assert cast_seconds(measured, *wider, name) == pytest.approx(0.5)
+    assert cast_seconds(measured, *narrower, name) == cast_seconds(spec, *narrower, name)
+    assert cast_seconds(spec, *wider, name) == cast_seconds(spec, *narrower, name)
+
+
+def test_element_by_element_over_unlike_tensors_has_a_rate_of_its_own_where_one_was_measured(spec):
+    measured = with_curves(spec, uneven_float32=((1e3, 0.5), (1e6, 500.0)))
+
+    def seconds(figures, *tensors, name="aten.mul.Tensor"):
+        return CostModel(figures).operator_seconds(name, tensors, [shape(10, 20, 5)])
+
+    heads = TensorShape((10, 20, 5), (5, 50, 1), torch.float32)
+    for unlike in ((heads, shape(20, 5)), (heads, shape(10, 20, 5)), (shape(10, 20, 5), shape(5))):
+        assert seconds(measured, *unlike) == pytest.approx(0.5)
+        assert seconds(spec, *unlike) < 1e-2
+    alike = (shape(10, 20, 5), shape(10, 20, 5))
+    assert seconds(measured, *alike) == seconds(spec, *alike)
+    assert seconds(measured, heads, name="aten.clone.default") == pytest.approx(0.5)
+
+
+def test_products_whose_rows_begin_anywhere_have_a_rate_of_their_own_where_one_was_measured(spec):
+    measured = replace(spec, products={**spec.products, "unaligned-nn/bfloat16": (1.0, 0.0, 0.0, 0.0, 0.0)})
+    for odd in ((8, 17, 8), (8, 8, 17), (8, 20, 8)):
+        m, n, k = odd
+        assert product_seconds(measured, *odd, torch.bfloat16) == pytest.approx(m * n * k)
+        assert product_seconds(measured, *odd) == product_seconds(spec, *odd), "no vector loads in fp32 products"
+    for even in ((17, 16, 8), (8, 16, 24)):  # the rows of the left side are as long as the inner side
+        assert product_seconds(measured, *even, torch.bfloat16) == product_seconds(spec, *even, torch.bfloat16)
+
+
+def test_attention_of_a_measured_width_takes_what_was_measured(spec):
+    key = "forward/full/float32"
+    points = tuple(AttentionPoint(1024, width, seconds) for width, seconds in ((32, 1e-9), (64, 5e-9), (128, 6e-9)))
+    measured = replace(spec, attention={**spec.attention, key: points})
+    for point in points:
+        found = attention_seconds(measured, 1024, width=point.width)
+        assert found == pytest.approx(4 * 1024**2 * point.seconds_per_score)
+    assert attention_seconds(measured, 1024, width=96) == pytest.approx(4 * 1024**2 * 5.5e-9)
+    assert attention_seconds(measured, 1024, width=256) == pytest.approx(4 * 1024**2 * 8e-9)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from tightfit.devices.families import STREAM_UNITS, WorkUnit
+from tightfit.devices.families import STREAM_UNITS, UNITS, WorkUnit
 from tightfit.devices.figures import Figures, product_rates
 from tightfit.devices.spec import AttentionPoint, DeviceSpec
 from tightfit.planner.report.terminal import narrowed, rendered, table_of
@@ -105,7 +105,7 @@ def _streams(spec: DeviceSpec) -> Table:
     """Each family's rate on the largest tensor that was measured."""
     dtypes = [dtype for dtype in DTYPES if any(key.endswith(f"/{dtype}") for key in spec.streams)]
     table = table_of("memory-bound and elementwise", "unit", *(DTYPES[dtype] for dtype in dtypes), texts=("unit",))
-    for family, unit in STREAM_UNITS.items():
+    for family, unit in (STREAM_UNITS if spec.kind == "cpu" else UNITS).items():
         curves = [spec.streams.get(f"{family}/{dtype}") for dtype in dtypes]
         rates = [NOTHING if not curve else f"{curve[-1][0] / curve[-1][1] / 1e9:.3g}" for curve in curves]
         table.add_row(str(family).replace("_", " "), "GB/s" if unit is WorkUnit.BYTES else "10⁹ elements/s", *rates)

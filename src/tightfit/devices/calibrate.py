@@ -28,7 +28,7 @@ from tightfit.devices.calls import (
     stream_cases,
 )
 from tightfit.devices.cuda_figures import host_rate, link_rates, workspaces
-from tightfit.devices.families import STREAM_UNITS, WorkUnit
+from tightfit.devices.families import UNITS, WorkUnit
 from tightfit.devices.fresh_memory import fresh_memory
 from tightfit.devices.in_steps import StepTimes
 from tightfit.devices.machine import device_name
@@ -273,7 +273,7 @@ def _curves(seconds: dict[StreamCase, float]) -> dict[str, Curve]:
     curves = defaultdict(list)
     for case, spent in seconds.items():
         dtype = _dtype_name(case.dtype) if case.dtype == case.other else "mixed"
-        size = stream_bytes(case) if STREAM_UNITS[case.family] is WorkUnit.BYTES else case.elements
+        size = stream_bytes(case) if UNITS[case.family] is WorkUnit.BYTES else case.elements
         curves[f"{case.family}/{dtype}"].append((float(size), spent))
     return {key: tuple(sorted(points)) for key, points in curves.items()}
 

@@ -12,19 +12,24 @@ from typing import NamedTuple
 
 import torch
 
-from tightfit.devices.families import STREAM_UNITS, Family
+from tightfit.devices.families import STREAM_UNITS, UNITS, Family
 from tightfit.devices.spec import Kind
 from tightfit.devices.timing import Call
 
 aten = torch.ops.aten
 
+HEAD = 64  # elements in a row of a head
 ROW = 512  # elements in a row for norms, reductions, sorts and gathers
 HALVES = {"cpu": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
 SERIAL = frozenset({Family.SCAN, Family.SCATTER, Family.RANDOM, Family.SORT})  # slow on a CPU: fewer elements
 
 
 class ProductCase(NamedTuple):
-    """One product, or a batch of products. `kind` is "batched", or the layout of the two sides."""
+    """One product, or a batch of products.
+
+    `kind` is "batched", or the layout of the two sides, with "unaligned-" before it where rows of a side or of the
+    result do not begin at multiples of a vector load.
+    """
 
     kind: str
     dtype: torch.dtype
@@ -129,6 +134,10 @@ _ON_CUDA = 4  # factor of every side
 _LARGE_ON_CUDA = ((8192, 8192, 4096), (16384, 4096, 2048))  # as in the blocks of large models: a card's full rate
 
 
+# As in a loss head whose vocabulary is odd: scores, and the gradients of hidden states and of weights.
+_ODD_ON_CUDA = (("nt", 8192, 16385, 1024), ("nn", 8192, 1024, 16385), ("tn", 16385, 1024, 8192))
+
+
 def product_cases(kind: Kind) -> Iterator[ProductCase]:
     scale = _ON_CUDA if kind == "cuda" else 1
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -138,6 +147,8 @@ def product_cases(kind: Kind) -> Iterator[ProductCase]:
                 yield ProductCase(layout, dtype, 1, rows * scale, columns * scale, inner * scale)
             for rows, columns, inner in _LARGE_ON_CUDA if kind == "cuda" else ():
                 yield ProductCase(layout, dtype, 1, rows, columns, inner)
+        for layout, *sides in _ODD_ON_CUDA if kind == "cuda" and dtype in HALVES[kind] else ():
+            yield ProductCase(f"unaligned-{layout}", dtype, 1, *sides)
         if dtype in (torch.float32, *HALVES[kind]):
             for batch, rows, columns, inner in _BATCHES:
                 yield ProductCase("batched", dtype, batch, rows * scale, columns * scale, inner)
@@ -147,7 +158,7 @@ def smaller_product(case: ProductCase) -> ProductCase | None:
     """A product that takes less memory and is made of as many alike: half the batch, or half of each side."""
     if case.batch > 1:
         return case._replace(batch=case.batch // 2)
-    rows, columns, inner = (side // 2 for side in case[3:])
+    rows, columns, inner = (side // 2 | (side > 1 and side % 2) for side in case[3:])  # odd ones stay odd
     return case._replace(rows=rows, columns=columns, inner=inner) if min(rows, columns, inner) else None
 
 
@@ -161,7 +172,7 @@ def _product_call(case: ProductCase, buffers: Turn) -> Call:
         a, b = buffers.get((batch, m, k), dtype), buffers.get((batch, n, k), dtype).transpose(1, 2)
         out = buffers.get((batch, m, n), dtype, "out")
         return lambda: torch.bmm(a, b, out=out)
-    left, right = case.kind
+    left, right = case.kind[-2:]
     a = buffers.get((m, k), dtype) if left == "n" else buffers.get((k, m), dtype).t()
     b = buffers.get((k, n), dtype, "right") if right == "n" else buffers.get((n, k), dtype, "right").t()
     out = buffers.get((m, n), dtype, "out")
@@ -172,7 +183,7 @@ def _product_call(case: ProductCase, buffers: Turn) -> Call:
 
 _LENGTHS = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (256, 1024, 4096)}
 _HEADS = {"cpu": 1, "cuda": 32}  # at the longest
-_WIDTHS = (32, 128)
+_WIDTHS = {"cpu": (32, 128), "cuda": (32, 64, 128)}  # a card has kernels of its own for each
 
 
 def attention_cases(kind: Kind) -> Iterator[AttentionCase]:
@@ -183,7 +194,7 @@ def attention_cases(kind: Kind) -> Iterator[AttentionCase]:
             for dtype in (torch.float32, *HALVES[kind]):
                 # Long attention that is not causal takes a CPU seconds, and language models have little of it.
                 for length in _LENGTHS[kind] if causal or kind == "cuda" else _LENGTHS[kind][:-1]:
-                    for width in _WIDTHS:
+                    for width in _WIDTHS[kind]:
                         yield AttentionCase(backward, causal, dtype, heads * longest // length, length, width)
 
 
@@ -213,10 +224,12 @@ _MOST_SERIAL = {"cpu": 2**18, "cuda": 2**24}
 
 
 def stream_cases(kind: Kind) -> Iterator[StreamCase]:
-    for family in STREAM_UNITS:
+    for family in STREAM_UNITS if kind == "cpu" else UNITS:
         pairs = [(dtype, dtype) for dtype in (torch.float32, *HALVES[kind])]
-        if family in (Family.COPY, Family.ARITHMETIC):
+        if family in (Family.COPY, Family.ARITHMETIC, Family.UNEVEN):
             pairs.append((torch.float32, torch.bfloat16))
+        if family is Family.WIDENING:
+            pairs = [(torch.bfloat16, torch.float32)]
         for dtype, other in pairs:
             for elements in _ELEMENTS[kind]:
                 if family not in SERIAL or elements <= _MOST_SERIAL[kind]:
@@ -241,7 +254,7 @@ def _stream_call(case: StreamCase, buffers: Turn) -> Call:
     match case.family:
         case Family.FILL:
             return lambda: out.fill_(1.0)
-        case Family.COPY:
+        case Family.COPY | Family.WIDENING:
             target = buffers.get(shape, case.other, "out")
             return lambda: target.copy_(x)
         case Family.TRANSPOSE:
@@ -250,6 +263,11 @@ def _stream_call(case: StreamCase, buffers: Turn) -> Call:
         case Family.ARITHMETIC:
             second = buffers.get(shape, case.other, "other")
             return lambda: torch.mul(x, second, out=out)
+        case Family.UNEVEN:
+            # As positions are rotated: heads that lie apart, times angles that all heads share.
+            heads = buffers.get(shape, case.other, "other").view(shape[0], -1, HEAD).transpose(0, 1)
+            angles, result = buffers.get((shape[0], HEAD), case.dtype), out.view(-1, shape[0], HEAD)
+            return lambda: torch.mul(heads, angles, out=result)
         case Family.TRANSCENDENTAL:
             return lambda: aten.silu.out(x, out=out)
         case Family.ERROR_FUNCTION:
@@ -287,6 +305,7 @@ def stream_bytes(case: StreamCase) -> int:
     moved = {
         Family.FILL: width,
         Family.COPY: width + other,
+        Family.WIDENING: width + other,
         Family.TRANSPOSE: 2 * width,
         Family.ARITHMETIC: 2 * width + other,
         Family.REDUCTION: width,

@@ -5,10 +5,19 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tightfit.devices.clocks import Seconds
-from tightfit.devices.families import STREAM_UNITS, Family, WorkUnit
+from tightfit.devices.families import UNITS, Family, WorkUnit
 from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
-from tightfit.devices.work import AttentionShape, CostedTensor, ProductShape, Work, work_of
+from tightfit.devices.work import (
+    ALIGNED_BYTES,
+    HALVES,
+    AttentionShape,
+    CostedTensor,
+    ProductShape,
+    Work,
+    is_aligned,
+    work_of,
+)
 from tightfit.runtime.simulation import simulation
 
 # The dtype whose figures replace those of a dtype that was not measured for a family.
@@ -18,6 +27,10 @@ _STAND_INS = {
     "float16": ("float16", "bfloat16", "float32"),
     "mixed": ("mixed", "bfloat16", "float16", "float32"),
 }
+
+
+UNALIGNED = "unaligned-"  # before the layout of products whose rows do not begin at multiples of a vector load
+ELEMENT_BY_ELEMENT = {Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION, Family.COPY}
 
 
 class Law(Protocol):
@@ -87,6 +100,9 @@ class MeasuredLaw:
     def _product(self, product: ProductShape, dtype: str) -> float:
         batch, m, n, k, layout = product
         kind = layout if batch == 1 else "batched"
+        if dtype in HALVES and not is_aligned(product, ALIGNED_BYTES // 2):
+            apart = f"{UNALIGNED}{kind}"
+            kind = apart if f"{apart}/{dtype}" in self.spec.products else kind
         whole, result, left, right, call = self._figure(self.spec.products, kind, dtype)
         return batch * (whole * m * n * k + result * m * n + left * m * k + right * n * k) + call
 
@@ -97,13 +113,24 @@ class MeasuredLaw:
         return attention.scores * _per_score(points, length, attention.width)
 
     def _stream(self, work: Work) -> float:
-        size = work.bytes if STREAM_UNITS[work.family] is WorkUnit.BYTES else work.elements
-        seconds = interpolate(self._figure(self.spec.streams, work.family, work.dtype), size)
-        if STREAM_UNITS[work.family] is WorkUnit.BYTES:
+        if work.family in ELEMENT_BY_ELEMENT and not work.even and f"{Family.UNEVEN}/float32" in self.spec.streams:
+            return max(self._curve(work, Family.UNEVEN), self._even(work))
+        return self._even(work)
+
+    def _even(self, work: Work) -> float:
+        """Seconds of a kernel that goes through its tensors as one line."""
+        widens = work.widens and f"{Family.WIDENING}/mixed" in self.spec.streams
+        family = Family.WIDENING if widens else work.family
+        seconds = self._curve(work, family)
+        if UNITS[family] is WorkUnit.BYTES:
             return seconds
         # No operator is faster than reading and writing its bytes, however few instructions it has.
         floor = self._figure(self.spec.streams, Family.ARITHMETIC, "float32")
         return max(seconds, interpolate(floor, work.bytes))
+
+    def _curve(self, work: Work, family: Family) -> float:
+        size = work.bytes if UNITS[family] is WorkUnit.BYTES else work.elements
+        return interpolate(self._figure(self.spec.streams, family, work.dtype), size)
 
     def _first_touch(self, fresh_bytes: tuple[int, ...]) -> float:
         threshold = self.spec.fresh_threshold_bytes
@@ -131,8 +158,9 @@ def _per_score(points: Sequence[AttentionPoint], length: float, width: int) -> f
         interpolate(tuple(sorted((p.length, p.seconds_per_score * p.length) for p in points if p.width == w)), length)
         for w in widths
     ]
-    low, high = at_width[0], at_width[-1]
-    slope = (high - low) / (widths[-1] - widths[0]) if len(widths) > 1 else 0.0
-    return (
-        max(low + slope * (width - widths[0]), low / 2) / length
-    )  # half: no width makes the softmax cheaper than that
+    above = min(max(bisect.bisect_left(widths, width), 1), len(widths) - 1) if len(widths) > 1 else 0
+    low, high = at_width[above - 1] if above else at_width[0], at_width[above]
+    slope = (high - low) / (widths[above] - widths[above - 1]) if above else 0.0
+    start = widths[above - 1] if above else width
+    # Half of the narrowest: no width makes the softmax cheaper than that.
+    return max(low + slope * (width - start), at_width[0] / 2) / length

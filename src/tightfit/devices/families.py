@@ -26,6 +26,8 @@ class Family(enum.StrEnum):
     SCATTER = "scatter"  # adds rows by index
     RANDOM = "random"
     SORT = "sort"
+    WIDENING = "widening"  # casts to a wider dtype, on cards
+    UNEVEN = "uneven"  # element by element over tensors that lie unlike in memory, on cards
 
 
 class WorkUnit(enum.StrEnum):
@@ -54,6 +56,10 @@ STREAM_UNITS = {
     Family.RANDOM: WorkUnit.ELEMENTS,
     Family.SORT: WorkUnit.ELEMENTS,
 }
+
+# On cards these kernels are others than those of their families, and slower: they are timed apart.
+CARD_UNITS = {Family.WIDENING: WorkUnit.BYTES, Family.UNEVEN: WorkUnit.ELEMENTS}
+UNITS = STREAM_UNITS | CARD_UNITS
 
 # Names without namespace, overload, the underscore of in-place operators and the prefix of foreach operators.
 _MEMBERS = {

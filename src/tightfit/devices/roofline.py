@@ -11,20 +11,18 @@ import torch
 from tightfit.devices.clocks import Seconds
 from tightfit.devices.families import Family
 from tightfit.devices.spec import Roofline
-from tightfit.devices.work import AttentionShape, ProductShape, Work
+from tightfit.devices.work import ALIGNED_BYTES, HALVES, AttentionShape, ProductShape, Work, is_aligned
 
 FLOPS_PER_MULTIPLY_ADD = 2
 # Forward: two products, queries with keys and scores with values. Backward: five (FlashAttention-2, arXiv:2307.08691,
 # section 3.1: the scores again, and the gradients of values, scores, queries and keys).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 TILE = 64  # the least rows and columns that a product computes at a time
-ALIGNED_BYTES = 16  # the size of a vector load: rows that are no multiple of it are loaded number by number
-HALVES = ("bfloat16", "float16")
 ZEROS = "copy/even/float32"
 
 # Families whose kernels compute element by element: limited by memory, whatever the instruction.
-ELEMENTWISE = {Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION}
-COPYING = {Family.FILL, Family.COPY, Family.TRANSPOSE}
+ELEMENTWISE = {Family.ARITHMETIC, Family.TRANSCENDENTAL, Family.ERROR_FUNCTION, Family.UNEVEN}
+COPYING = {Family.FILL, Family.COPY, Family.TRANSPOSE, Family.WIDENING}
 
 
 class RooflineLaw:
@@ -103,13 +101,6 @@ class RooflineLaw:
         # Besides its products, each score needs an exponential.
         width = attention.width + self.kernels.exponential_width
         return FLOPS_PER_MULTIPLY_ADD * products * scores * width / (self.roofline.rate(dtype, self.tf32) * share)
-
-
-def is_aligned(product: ProductShape, numbers: int) -> bool:
-    """True if rows of both sides and of the result begin at multiples of `numbers` numbers."""
-    _, m, n, k, layout = product
-    left, right = layout
-    return all(length % numbers == 0 for length in (k if left == "n" else m, n if right == "n" else k, n))
 
 
 def stream_of(work: Work, long_row_bytes: float) -> str:

@@ -12,6 +12,8 @@ from tightfit.devices.families import Family, base_name, family_of, is_in_place
 # Operators that call others (TensorShape.cpp and TensorAdvancedIndexing.cpp of ATen): zeros, a view of them
 # and a copy; a copy, which is then filled.
 CALLS_WITHIN = {"slice_backward": 3, "select_backward": 3, "masked_fill": 2}
+HALVES = ("bfloat16", "float16")
+ALIGNED_BYTES = 16  # the size of a vector load: rows that are no multiple of it are loaded number by number
 ROWS_OF_A_PARTIAL_SUM = 10  # NROWS_PER_THREAD in PyTorch's EmbeddingBackwardKernel.cu
 
 
@@ -59,7 +61,8 @@ class Work:
     `row_bytes` is the size of a normalised row. `picked_rows` is the number of rows from which a loss picks a number.
     `block_rows` is the number of rows for each of which a softmax on CUDA takes a block of threads. `sorted_elements`
     is how many numbers are written where indices are sorted first, so that rows with the same index are summed in a
-    fixed order (0: they are not). `calls` is the number of operators that the host calls for it.
+    fixed order (0: they are not). `calls` is the number of operators that the host calls for it. `widens` says that
+    numbers are cast to a wider dtype.
     """
 
     family: Family
@@ -75,6 +78,7 @@ class Work:
     block_rows: int = 0
     sorted_elements: int = 0
     calls: int = 1
+    widens: bool = False
 
     @property
     def precision(self) -> str:
@@ -106,6 +110,7 @@ def work_of(
         _block_rows(inputs) if family in (Family.SOFTMAX, Family.SOFTMAX_BACKWARD) else 0,
         _sorted_elements(inputs, outputs) if family is Family.SCATTER and _sums_sorted(name, arguments) else 0,
         1 if is_in_place(name) else CALLS_WITHIN.get(base_name(name), 1),
+        family is Family.COPY and _widens(name, inputs, outputs),
     )
 
 
@@ -144,6 +149,13 @@ def _family(
     if family is Family.PRODUCT and (not inputs or _is_depthwise(name, inputs)):
         return Family.ARITHMETIC
     return family
+
+
+def _widens(name: str, inputs: Sequence[CostedTensor], outputs: Sequence[CostedTensor]) -> bool:
+    into_first = is_in_place(name)  # `copy_` has its target before its source
+    sources, targets = (inputs[1:2], inputs[:1]) if into_first else (inputs[:1], outputs[:1])
+    pairs = zip(sources, targets, strict=False)
+    return any(a.dtype.is_floating_point and a.dtype.itemsize < b.dtype.itemsize for a, b in pairs)
 
 
 def _is_attention(family: Family) -> bool:
@@ -286,6 +298,13 @@ def _sorted_elements(inputs: Sequence[CostedTensor], outputs: Sequence[CostedTen
 
 
 # Products
+
+
+def is_aligned(product: ProductShape, numbers: int) -> bool:
+    """True if rows of both sides and of the result begin at multiples of `numbers` numbers."""
+    _, m, n, k, layout = product
+    left, right = layout
+    return all(length % numbers == 0 for length in (k if left == "n" else m, n if right == "n" else k, n))
 
 
 def _transposed(tensor: CostedTensor) -> str:

@@ -74,8 +74,8 @@ def run(
 
     Args:
         command: words, as `subprocess.run` takes them: `["python", "train.py", "--lr", "1e-4"]`, or `torchrun ...`.
-        device: a card's name or figures, as `--device` takes them. `"cuda"`: the cards of this machine, whose kernels run,
-            so that `memory`, `count`, `values` and `load` have no meaning.
+        device: a card's name or figures, as `--device` takes them. `"cuda"`: the cards of this machine, whose kernels
+            run, so that `memory`, `count`, `values` and `load` have no meaning.
         memory: all of its memory, bytes or text (`"8GiB"`), instead of its own.
         count: the number of cards.
         steps: the command is ended after so many optimizer steps of each process; 0: it runs to its own end.
