@@ -25,7 +25,7 @@ def test_the_page_says_what_the_results_file_says(name, monkeypatch):
     assert (ROOT / "docs" / name).read_text("utf-8") == page
 
 
-@pytest.mark.parametrize("name", ["scripts_on_cards", "packages_on_cards"])
+@pytest.mark.parametrize("name", ["scripts_on_cards", "packages_on_cards", "gpu.scripts"])
 def test_the_table_of_trainings_of_others_is_that_of_the_results_file(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     module = importlib.import_module(f"benchmarks.{name}")

@@ -92,7 +92,7 @@ def run(
         list[str] | None, typer.Argument(metavar="-- COMMAND...", help="What is to be run, as it is.")
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="NAME", help="A card's name or figures; tightfit devices lists them.")
+        str, typer.Option(metavar="NAME", help="A card's name or figures; tightfit devices lists them. cuda: yours.")
     ] = "",
     memory: Annotated[
         str | None, typer.Option(metavar="BYTES", help="All of its memory, such as 8GiB, instead of its own.")

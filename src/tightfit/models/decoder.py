@@ -5,6 +5,7 @@ MLP or a mixture of experts), embeddings tied to the head. It saves no memory by
 this model as on anybody's. Only where the configuration asks for it are the operators of `tightfit.ops` used directly.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -57,13 +58,17 @@ class RotaryTable(nn.Module):
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)
-        # A quotient, not a negative power, which rounds otherwise: an exported model's logits are equal bit for bit.
-        frequencies = 1.0 / config.rope_theta ** (pairs / config.head_width)
-        angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequencies)
-        angles = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        device = torch.get_default_device()
+        # Of a model that is built on a card, on the host: what is computed on a card leaves a hole between its weights.
+        with torch.device("cpu") if device.type == "cuda" else nullcontext():
+            pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)
+            # A quotient, not a negative power, which rounds otherwise: an exported model's logits are the same bits.
+            frequencies = 1.0 / config.rope_theta ** (pairs / config.head_width)
+            angles = torch.outer(torch.arange(config.max_position_embeddings, dtype=torch.float32), frequencies)
+            angles = torch.cat((angles, angles), dim=-1)
+            cos, sin = angles.cos(), angles.sin()
+        self.register_buffer("cos", cos.to(device), persistent=False)
+        self.register_buffer("sin", sin.to(device), persistent=False)
 
     def forward(self, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Both (length, D), for the positions from `first` on."""
