@@ -117,6 +117,19 @@ def test_no_two_files_of_tests_share_a_name():
     assert [name for name in names if names.count(name) > 1] == []
 
 
+def test_every_docstring_names_its_subject():
+    """As CONTRIBUTING asks: none begins with What, Whether or Who."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [
+        (path.name, ast.get_docstring(node) or "")
+        for path in FILES
+        for node in nodes_of(path)
+        if isinstance(node, documented)
+    ]
+    assert len(texts) > 1000
+    assert [(name, text) for name, text in texts if re.match(r"(What|Whether|Who)\b", text)] == []
+
+
 def test_only_the_command_line_prints_and_exits():
     for path in FILES:
         if place_of(module_of(path)) == "cli":

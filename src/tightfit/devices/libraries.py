@@ -1,4 +1,4 @@
-"""What CUDA's libraries take of the host's memory, measured (`libraries.toml`)."""
+"""The memory of the host that CUDA's libraries take, measured (`libraries.toml`)."""
 
 import tomllib
 from functools import cache

@@ -34,8 +34,8 @@ class Reservation(NamedTuple):
 
 
 def reservation(trainer: Any, device_bytes: int) -> Reservation:
-    """What a trainer of trl lets vLLM take in its own process (`vllm_mode="colocate"`): a share of the device, which it
-    gives back for each step with `vllm_enable_sleep_mode`.
+    """The memory that a trainer of trl lets vLLM take in its own process (`vllm_mode="colocate"`): a share of the
+    device, which it gives back for each step with `vllm_enable_sleep_mode`.
     """
     settings: Any = trainer.args
     if not getattr(trainer, "use_vllm", False) or getattr(settings, "vllm_mode", None) != "colocate":

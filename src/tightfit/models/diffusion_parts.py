@@ -159,7 +159,7 @@ def build_parts(parts: Parts, dtype: torch.dtype) -> Beside:
 
 @torch.no_grad()
 def embedded(known: Encoder, model: nn.Module, ids: Tensor) -> Tensor:
-    """What the pipeline takes from its text encoder for token ids (B, T)."""
+    """The results that the pipeline takes from its text encoder for token ids (B, T)."""
     given = dict(known.options)
     if known.padded:
         given["attention_mask"] = torch.ones_like(ids)

@@ -212,7 +212,7 @@ class DecidingValues(ComputedValues):
     # What is known
 
     def is_true(self, address: int) -> bool:
-        """Whether the number that lies on the card at an address is one that a card would have there."""
+        """True if the number that lies on the card at an address is one that a card would have there."""
         return any(
             level is Known.TRUE and begin <= address < begin + size and not reference.expired()
             for begin, (reference, size, level) in list(self._known.items())  # blocks that are gone may lie there too
@@ -251,7 +251,7 @@ def _is_of_integers(tensor: torch.Tensor) -> bool:
 
 
 def _may_become_a_gradient() -> bool:
-    """Whether the forward of an `autograd.Function` runs, which may make gradients (losses over a head in chunks)."""
+    """True if the forward of an `autograd.Function` runs, which may make gradients (losses over a head in chunks)."""
     if torch.is_grad_enabled():
         return False
     frame = sys._getframe(1)

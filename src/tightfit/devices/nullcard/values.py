@@ -189,11 +189,11 @@ class ComputedValues:
         """The runtime has copied between host and card."""
 
     def answers(self, name: str, on_card: list[torch.Tensor]) -> bool:
-        """Whether an operator whose result's size depends on numbers is computed by the host alone."""
+        """True if an operator whose result's size depends on numbers is computed by the host alone."""
         return True
 
     def answered(self, operator: Any, args: tuple, kwargs: dict, on_card: list[torch.Tensor]) -> Any:
-        """What the host computes, on the card."""
+        """The host's result, on the card."""
         device = on_card[0].device
         self.runtime.library.card_wait_stream(torch.cuda.current_stream(device).cuda_stream)
         self.raise_late()

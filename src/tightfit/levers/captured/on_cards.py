@@ -92,7 +92,7 @@ class RecomputedForward(RecordedForward):
 
     @property
     def _is_known_to_be_alone(self) -> bool:
-        """Whether no two calls share casts. A dry run leaves nothing on this object: it says so in `simulation`."""
+        """True if no two calls share casts. A dry run leaves nothing on this object: it says so in `simulation`."""
         if self.is_alone is None and simulation.is_dry and not simulation.is_first_step:
             return self.number not in simulation.sharing_casts
         return bool(self.is_alone)

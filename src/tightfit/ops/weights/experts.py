@@ -124,7 +124,7 @@ def _class_in_few_bits(kind: type) -> type:
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to the experts' weights: `scaling * into[e] @ out_of[e]` to the matrix of expert e."""
+    """An adapter's part of the experts' weights: `scaling * into[e] @ out_of[e]` to the matrix of expert e."""
 
     out_of: Tensor  # experts, rank, inputs
     into: Tensor  # experts, outputs, rank
@@ -196,7 +196,7 @@ class LowBitExperts(nn.Module):
 
 
 def _added(rows: Tensor, factors: LowRank, ends: Sequence[int]) -> Tensor:
-    """What an adapter adds to the product of rows (S, n), sorted by expert: (S, m), in their dtype."""
+    """An adapter's part of the product of rows (S, n), sorted by expert: (S, m), in their dtype."""
     out_of, into = factors.out_of.to(rows.dtype), factors.into.to(rows.dtype)
     inner: Any = _ExpertsProduct.apply(rows, out_of, None, tuple(out_of.shape), None, ends, False)  # (S, rank)
     result: Any = _ExpertsProduct.apply(inner * factors.scaling, into, None, tuple(into.shape), None, ends, False)
