@@ -93,7 +93,7 @@ test-card: $(CARD_READY)
 # The same rules and the same bits on the card of this machine, with the kernels that compute (PYTHON: with the CUDA build).
 # cuBLAS is told to keep to one workspace, without which it does not call itself repeatable.
 ON_REAL_CARD := $(addprefix tests/card/test_,operators.py casts.py captured_bytes.py plan_bytes.py calibration.py)
-REPEATABLE := $(addprefix tests/card/test_,exact_on_card.py recompute_by_hand.py)
+REPEATABLE := $(addprefix tests/card/test_,exact_on_card.py recompute_by_hand.py stream_on_card.py experts.py)
 test-real-card:
 	TIGHTFIT_REAL_CARD=1 $(PYTHON) -m pytest $(ON_REAL_CARD) $(CARD_TESTS)
 	TIGHTFIT_REAL_CARD=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest $(REPEATABLE) $(CARD_TESTS)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.devices.known import kernels_of
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "published_seconds.json").read_text("utf-8"))
 SAMPLE = 24  # of operators, besides the training steps below
@@ -88,6 +90,14 @@ def test_precisions_and_lengths_are_predicted_in_the_order_that_was_published(pu
     assert len(pairs) == 3
     assert all(seconds.in_order(*pair) for pair in pairs)
     assert RESULTS["variants"]["in order"] >= 0.97 * RESULTS["variants"]["pairs"]
+
+
+def test_unaligned_products_on_hopper_have_the_share_that_an_h200_was_measured_with(published):
+    from benchmarks.published.fit_seconds import unaligned_on_hopper
+
+    share = kernels_of("hopper").shares["product/unaligned"]
+    assert share == pytest.approx(unaligned_on_hopper(), rel=1e-3)
+    assert share < 0.25 < kernels_of("ampere_a100").shares["product/unaligned"]
 
 
 def test_a_guess_stays_where_no_row_tells_otherwise(published):

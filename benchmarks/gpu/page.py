@@ -98,6 +98,17 @@ def kernels_apart() -> str:
     )
 
 
+def by_published_rates() -> str:
+    """How far the same steps are off where the card is not there, in a sentence."""
+    record = results("gpu_published_rates")
+    found = sorted(row["predicted_seconds"] / row["measured_seconds"] - 1 for row in record["rows"])
+    return (
+        f"By published rates alone, which is what `--device {record['card']}` says on other\n"
+        f"machines (`python -m benchmarks.gpu.published_rates`), the {len(found)} plain steps are "
+        f"{statistics.median(found):+.0%} off in the median,\nfrom {found[0]:+.0%} to {found[-1]:+.0%}."
+    )
+
+
 def on_a_card(record: Record) -> str:
     """The section of docs/accuracy.md."""
     machine, versions = record["environment"]["machine"], record["environment"]["versions"]
@@ -155,6 +166,8 @@ Since the first of these commits, products are bounded by the fastest that was s
 the {reached:.0f} TFLOP/s that the steps of the 1B and of the 8B width reach in bf16 (now {implied:,.0f}). Steps whose
 launches take longer than their kernels (small batches) are predicted too short: a host launches faster in a loop than
 in a step. {kernels_apart()}
+
+{by_published_rates()}
 
 | step | predicted | measured | error | reserved | error | seconds predicted | measured |
 |---|---|---|---|---|---|---|---|
