@@ -3,6 +3,7 @@
 Some run on a real card too (`make test-real-card`).
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -35,6 +36,17 @@ def values():
 
     with true_values(late=LATE) as found:
         yield found
+
+
+@pytest.fixture(autouse=LATE)
+def no_collector_within_a_cards_work():
+    """The end of pinned memory waits for the card. Where work of a card that is late runs Python, a collector in there
+    would wait for the work itself.
+    """
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

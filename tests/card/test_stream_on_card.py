@@ -12,15 +12,16 @@ from trap_streams import STREAMS, has_frozen
 
 import tightfit
 import trained_blocks
-from adapted_blocks import KINDS, built, loss
+from adapted_blocks import KINDS, built, loss, of_batch
 from exactness import assert_bit_equal, run
 from tightfit.errors import LeverError
-from tightfit.levers.stream import lever
+from tightfit.levers.stream import lever, tiers
 from tightfit.optim import OffloadedAdamW
 from tightfit.runtime.streams import CudaStreams
 
 pytestmark = pytest.mark.usefixtures("values")
 
+LATE_MAIN = "late=2" in os.environ.get("TIGHTFIT_NULLCARD", "").split(";")
 LATE = "late=0" not in os.environ.get("TIGHTFIT_NULLCARD", "late=0")  # not on a real card
 
 
@@ -40,6 +41,8 @@ def step(name, levers=None):
 @pytest.mark.parametrize("name", ON_CARDS)
 def test_stream_leaves_everything_bit_equal(name, way, monkeypatch):
     monkeypatch.setattr(lever, "SMALLEST_BYTES", 1)
+    if LATE_MAIN and way == "from a file":
+        pytest.skip("the reading thread would run late kernels beside this one, which draws from the same generator")
     if not has_frozen(build(name)[0]):
         pytest.skip("the blocks have no frozen weights of their own")
     assert_bit_equal(step(name), step(name, STREAMS[way]))
@@ -53,6 +56,41 @@ def test_every_base_is_bit_equal_over_several_steps(kind, ahead):
 
     plain = run(*on_card(built(kind)), loss, times=3)
     assert_bit_equal(plain, run(*on_card(built(kind)), loss, times=3, levers=levers))
+
+
+@pytest.mark.keeps("streamed-file-on-card")
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_from_a_file_are_bit_equal_over_several_steps(kind, ahead, tmp_path, monkeypatch):
+    """Each comes in many pieces, through more turns of the pinned buffers than there are."""
+    monkeypatch.setattr(tiers, "STAGE_BYTES", 1000)
+
+    def levers(model):
+        return tightfit.stream(model, "layers.*", ahead=ahead, tier=tmp_path)
+
+    plain = run(*on_card(built(kind)), loss, times=3)
+    assert_bit_equal(plain, run(*on_card(built(kind)), loss, times=3, levers=levers))
+
+
+@pytest.mark.keeps("streamed-file-on-card")
+def test_weights_in_a_file_take_no_host_memory_but_that_of_the_pinned_buffers(tmp_path):
+    model, x = built()
+    with tightfit.stream(model, "layers.*", tier=tmp_path, device="cuda"):
+        found = tightfit.estimate(model, {"x": x}, loss=of_batch, device="cuda").host_by_category
+    with tightfit.stream(model, "layers.*", device="cuda"):
+        pinned = tightfit.estimate(model, {"x": x}, loss=of_batch, device="cuda").host_by_category
+    buffers = tiers.STAGES * tiers.STAGE_BYTES
+    weights = sum(p.nbytes for p in model["layers"].parameters() if not p.requires_grad)
+    assert pinned["parameters"] >= weights
+    assert found.get("parameters", 0) == 0
+    assert found["workspace"] == pinned.get("workspace", 0) + buffers
+
+
+def test_trained_weights_of_a_card_are_in_no_file(tmp_path):
+    model, _ = trained_blocks.built()
+    model.cuda()
+    with pytest.raises(LeverError, match="trained weights of a CUDA device live in pinned host memory"):
+        tightfit.stream(model, "layers.*", trained=True, tier=tmp_path)
 
 
 def test_a_model_of_the_host_goes_to_the_card_without_its_blocks():
@@ -120,12 +158,13 @@ def test_an_optimizer_that_updates_on_the_card_is_refused():
             optimizer.step()
 
 
-def test_the_copies_are_waited_for(monkeypatch):
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_copies_are_waited_for(is_file, monkeypatch, tmp_path):
     def outcome(levers):
         return run(*on_card(built()), loss, times=2, levers=levers)
 
     def levers(model):
-        return tightfit.stream(model, "layers.*")
+        return tightfit.stream(model, "layers.*", tier=tmp_path if is_file else None)
 
     plain = outcome(None)
     assert_bit_equal(plain, outcome(levers))

@@ -1,6 +1,7 @@
 """The ways to stream that every trap is tried with, and which of its weights are frozen for that."""
 
 import functools
+import tempfile
 
 from torch import nn
 
@@ -47,6 +48,7 @@ _offload = functools.partial(offload, pattern="layers.*", smallest=1)
 STREAMS = {
     "alone": functools.partial(stream, pattern="layers.*"),
     "none ahead": functools.partial(stream, pattern="layers.*", ahead=0),
+    "from a file": functools.partial(stream, pattern="layers.*", tier=tempfile.gettempdir()),
     "around recompute": functools.partial(inside, _recompute),
     "within recompute": functools.partial(outside, _recompute),
     "around offload": functools.partial(inside, _offload),

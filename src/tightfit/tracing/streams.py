@@ -10,7 +10,7 @@ from tightfit.devices.clocks import Seconds
 from tightfit.levers.activity import simulators
 from tightfit.levers.stream.lever import rings_on
 from tightfit.levers.stream.ring import Ring
-from tightfit.levers.stream.tiers import in_pages
+from tightfit.levers.stream.tiers import STAGE_BYTES, STAGES, in_pages
 from tightfit.levers.stream.window import Window
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.copies import BACK, STREAM, WAIT, Clock, copies_simulated
@@ -59,14 +59,16 @@ class SimulatedMoves:
     def __init__(self, dry: DryRun, clock: Clock | None, ring: Ring):
         self._dry, self._clock = dry, clock
         self._sizes = {number: block.sizes() for number, block in ring.blocks.items()}
+        self._is_file = not simulation.of_cuda or ring.folder is not None
         self._ends: dict[int, tuple[int, float]] = {}  # of copies under way: the step, and the time
 
     def begin(self, here: set[int]) -> None:
         for number, sizes in self._sizes.items():
             self._resize(number, there=number in here)
-            if simulation.of_cuda:  # a file on a CPU
-                for _, nbytes in sizes:
-                    self._dry.ledger.reserve_on_host(in_pages(nbytes), Category.PARAMETER)
+            for _, nbytes in () if self._is_file else sizes:
+                self._dry.ledger.reserve_on_host(in_pages(nbytes), Category.PARAMETER)
+        if self._is_file and simulation.of_cuda:
+            self._dry.ledger.reserve_on_host(STAGES * STAGE_BYTES, Category.WORKSPACE)
 
     def bring(self, number: int) -> None:
         self._dry.begin([])

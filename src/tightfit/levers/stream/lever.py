@@ -39,11 +39,11 @@ def stream(
 ) -> Applied:
     """Keep the frozen weights of every module whose path matches a glob off the device, except while they are used.
 
-    They live in pinned host memory (CUDA) or in a file (CPU). In forward each block's weights are copied to the device
-    before the block runs, and in backward again, the last block first: at most `ahead` + 1 blocks are there at a time
-    (CPU: one). Copies change no bit. Trained weights of these blocks, such as adapters, stay on the device, and so do
-    buffers, and weights that other blocks or other parts of the model share. Between steps a weight is a tensor in host
-    memory: `state_dict`, copies and writes see its true numbers.
+    They live in pinned host memory (CUDA), or in a file (a CPU, and CUDA with a folder as `tier`). In forward each
+    block's weights are copied to the device before the block runs, and in backward again, the last block first: at most
+    `ahead` + 1 blocks are there at a time (CPU: one). Copies change no bit. Trained weights of these blocks, such as
+    adapters, stay on the device, and so do buffers, and weights that other blocks or other parts of the model share.
+    Between steps a weight is a tensor in host memory: `state_dict`, copies and writes see its true numbers.
 
     With `trained`, trained weights of the blocks go too. Their optimizer must update weights on the host: on CUDA
     `OffloadedAdamW`, which also moves each gradient there as soon as it is made; on a CPU any. On a CPU too
@@ -57,7 +57,8 @@ def stream(
             its file cache.
         tier: On a CPU the folder of the file; None: the system's folder for temporary files. The file has no name, so
             nobody can remove it, and the system frees it when the process ends. On CUDA None or `"pinned"`: pinned host
-            memory.
+            memory; a folder: a file there too, which a thread reads through 64 MiB of pinned buffers, so that frozen
+            weights may be larger than the host's memory.
         device: The device on which the blocks run, if they are not there yet; the rest of the model is moved there.
             None: the device of the blocks.
         trained: Whether trained weights are streamed too.
@@ -88,8 +89,11 @@ def stream(
     where = torch.device(device) if device is not None else device_of(model, paths)
     if where.type not in ("cpu", "cuda"):
         raise LeverError(f"stream: the blocks are on {where}: stream works on cpu and cuda, so move the model there")
-    if where.type == "cuda" and tier not in (None, PINNED):
-        raise LeverError(f"stream: weights of a CUDA device live in pinned host memory: leave tier={str(tier)!r} out")
+    if where.type == "cuda" and trained and tier not in (None, PINNED):
+        raise LeverError(
+            f"stream: trained weights of a CUDA device live in pinned host memory: leave tier={str(tier)!r} out, or "
+            "stream the frozen ones alone"
+        )
     if where.type == "cpu" and tier == PINNED:
         raise LeverError("stream: pinned memory is of CUDA devices: leave tier out, or give the folder of a file")
     folder = None if tier == PINNED else tier

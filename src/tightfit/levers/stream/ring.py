@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tightfit.errors import LeverError
 from tightfit.levers.activity import offload, simulators
 from tightfit.levers.recompute.values import Geometry, fetch_by
-from tightfit.levers.stream.tiers import FileTier, PinnedTier, Tier
+from tightfit.levers.stream.tiers import FileTier, FileToCard, PinnedTier, Tier, flat_over
 from tightfit.levers.stream.window import Window
 from tightfit.memory.allocator import rest
 from tightfit.optim.host_gradient import HostGradient
@@ -54,7 +54,7 @@ class Weight:
         with torch.no_grad(), offload():
             if not is_ours:
                 self.storage.copy_(content)
-            flat = self._flat()
+            flat = flat_over(self.storage, self.nbytes)
             self.places = [
                 StreamedTensor(
                     tensor,
@@ -90,7 +90,7 @@ class Weight:
         # `numpy` has shown it to code that PyTorch does not know. What is saved over it stays right within a step.
         self.storage = torch.UntypedStorage(self.nbytes, device=self.storage.device)
         with torch.no_grad(), offload():
-            flat = self._flat()
+            flat = flat_over(self.storage, self.nbytes)
             self.places = [place._replace(there=Geometry.of(place.home).over(flat)) for place in self.places]
         self.storage.resize_(0)
         return False
@@ -99,13 +99,9 @@ class Weight:
         """Copy the bytes on the device to the host, if somebody wrote into them since they came."""
         if self.version != self.read_at:
             with torch.no_grad(), offload():
-                self.kept.bytes.copy_(self._flat())
+                self.kept.bytes.copy_(flat_over(self.storage, self.nbytes))
             self.read_at = self.version
             rest(self.kept.bytes)
-
-    def _flat(self) -> torch.Tensor:
-        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return flat.set_(self.storage, 0, (self.nbytes,), (1,))
 
 
 class StreamedBlock:
@@ -214,12 +210,15 @@ class Ring:
     @property
     def tier(self) -> Tier:
         if self._tier is None:
-            self._tier = PinnedTier(self.device) if self.device.type == "cuda" else FileTier(self.folder)
+            if self.device.type == "cpu":
+                self._tier = FileTier(self.folder)
+            else:
+                self._tier = PinnedTier(self.device) if self.folder is None else FileToCard(self.folder, self.device)
         return self._tier
 
     @property
     def is_file(self) -> bool:
-        """True on a CPU; a card's weights are in host memory."""
+        """True on a CPU; trained weights of a card are in host memory."""
         return self.device.type == "cpu" and not simulation.of_cuda
 
     def empty(self, like: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:

@@ -1,7 +1,10 @@
-"""The places of weights that are not on the device: an unnamed file for a CPU, pinned host memory for a CUDA device."""
+"""The places of weights that are not on the device: an unnamed file, or for a CUDA device pinned host memory."""
 
+import itertools
 import mmap
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +17,16 @@ from tightfit.levers.offload.transfers import IN
 from tightfit.levers.recompute.values import Geometry
 from tightfit.memory.allocator import elsewhere
 from tightfit.memory.disk import ByteRange, DiskStore
-from tightfit.memory.pinned import PinnedStore
+from tightfit.memory.pinned import PinnedBuffer, PinnedStore
 from tightfit.runtime.streams import CudaStreams
 from tightfit.units import format_bytes
+
+STAGES, STAGE_BYTES = 4, 16 << 20  # pinned buffers through which the bytes of a file come to a card
+
+
+def flat_over(storage: torch.UntypedStorage, nbytes: int) -> torch.Tensor:
+    """A tensor of all bytes of a storage, which may be empty at present."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
 
 
 def in_pages(nbytes: int) -> int:
@@ -98,6 +108,86 @@ class FileTier:
             self._store.read_soon(each.extent)
 
 
+class FileToCard(FileTier):
+    """Frozen weights of a CUDA device's blocks, in an unnamed file in `folder`.
+
+    A thread reads them into a few pinned buffers, in turns, and begins their copies. So the host's memory has these
+    buffers, whatever the weights take, and the computing thread waits for no read that began early enough.
+    """
+
+    def __init__(self, folder: str | Path, device: torch.device):
+        super().__init__(folder)
+        self._streams = CudaStreams(device)
+        self._lane = self._streams.new()
+        pinned = PinnedStore(STAGES * STAGE_BYTES)
+        self._stages = itertools.cycle(list(_stages(pinned)))
+        self._reader = ThreadPoolExecutor(1, "tightfit-stream")  # one: blocks come in their order
+        weakref.finalize(self, self._reader.shutdown, wait=False)
+
+    def keep(self, content: torch.UntypedStorage) -> InFile:
+        with offload():
+            return super().keep(content if content.device.type == "cpu" else content.cpu())
+
+    def bring(self, targets: Sequence[tuple[torch.UntypedStorage, Any]]) -> Any:
+        owner = self._streams.current()  # as in `PinnedTier`
+        with offload():
+            for storage, kept in targets:
+                storage.resize_(kept.extent.nbytes)
+        return owner, self._reader.submit(self._copied, list(targets), self._streams.mark(owner))
+
+    def _copied(self, targets: Sequence[tuple[torch.UntypedStorage, InFile]], given: Any) -> Any:
+        """In the reading thread: read all, and begin the copies, behind the event after which the memory is theirs."""
+        streams = self._streams
+        streams.wait(self._lane, given)
+        for storage, kept in targets:
+            flat = flat_over(storage, kept.extent.nbytes)
+            for start in range(0, kept.extent.nbytes, STAGE_BYTES):
+                count = min(STAGE_BYTES, kept.extent.nbytes - start)
+                stage = next(self._stages)
+                if IN in stage.uses:
+                    streams.finish(stage.uses[IN])  # the copy of what it held before
+                self._store.read(ByteRange(kept.extent.start + start, count), stage.bytes.data_ptr())
+                streams.copy(self._lane, (flat[start : start + count], stage.bytes[:count]))
+                stage.uses[IN] = streams.mark(self._lane)
+        return streams.mark(self._lane)
+
+    def arrived(self, arrival: tuple[Any, "Future[Any]"]) -> None:
+        owner, read = arrival
+        _wait_for(self._streams, owner, read.result())
+
+    def leaving(self, arrival: tuple[Any, "Future[Any]"]) -> None:
+        owner, read = arrival
+        _leave(self._streams, owner, read.result())
+
+
+def _stages(pinned: PinnedStore) -> Iterator[PinnedBuffer]:
+    for _ in range(STAGES):
+        buffer = pinned.allocate(STAGE_BYTES)
+        if buffer is None:
+            raise LeverError(
+                f"stream: {format_bytes(STAGES * STAGE_BYTES)} of pinned buffers have no room in host memory: free some"
+            )
+        yield buffer
+
+
+def _wait_for(streams: CudaStreams, owner: Any, event: Any) -> None:
+    """Make the stream whose memory was filled, and the computing one, run on after the copies."""
+    streams.wait(owner, event)
+    current = streams.current()
+    if current != owner:
+        streams.wait(current, event)
+
+
+def _leave(streams: CudaStreams, owner: Any, event: Any) -> None:
+    """Let the memory be freed: of a block that was fetched and never used, the copy must end before the allocator gives
+    its memory away.
+    """
+    streams.wait(owner, event)
+    current = streams.current()
+    if current != owner:  # and what the current stream reads of it too
+        streams.wait(owner, streams.mark(current))
+
+
 class PinnedTier:
     """Weights of a CUDA device's blocks, in pinned host memory, which a stream of its own copies."""
 
@@ -134,19 +224,10 @@ class PinnedTier:
         return owner, event
 
     def arrived(self, arrival: Any) -> None:
-        owner, event = arrival
-        self._streams.wait(owner, event)
-        current = self._streams.current()
-        if current != owner:
-            self._streams.wait(current, event)
+        _wait_for(self._streams, *arrival)
 
     def leaving(self, arrival: Any) -> None:
-        owner, event = arrival
-        # A block that was fetched and never used: the copy must end before the allocator gives its memory away.
-        self._streams.wait(owner, event)
-        current = self._streams.current()
-        if current != owner:  # and what the current stream reads of it too
-            self._streams.wait(owner, self._streams.mark(current))
+        _leave(self._streams, *arrival)
 
     def soon(self, kept: Sequence[Any]) -> None:
         """Does nothing: pinned memory is there."""
