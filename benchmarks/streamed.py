@@ -252,8 +252,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     shape = SMALL if given.small else SHAPE
     results = json.loads(given.output.read_text("utf-8"))["results"] if given.output.exists() else {}
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        weights = Path(folder) / "weights"
+    # What all trainings begin with is read once each: it need not take room where the tiers' files are.
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder, tempfile.TemporaryDirectory() as beginning:
+        weights = Path(beginning) / "weights"
         nbytes = initial_weights(shape, weights)
         for work in given.work:
             rows: dict[str, Any] = {}
