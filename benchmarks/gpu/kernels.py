@@ -2,43 +2,28 @@
 
 python -m benchmarks.gpu.kernels --output benchmarks/results/gpu_kernels.json
 
-The least and the median seconds of each, in turns of some milliseconds. `page.py` says what they come to.
+The least seconds of each, as a calibration takes them. `page.py` says what they come to.
 """
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from benchmarks.environment import environment
 
-Call = Callable[[], object]
+from tightfit.devices.timing import Call, fastest
+
 ELEMENTS = (2**20, 2**22, 2**24, 2**26)
 ROW, HEADS, HEAD = 512, 32, 64
 HEAD_ROWS, HEAD_WIDTH = 8192, 768  # of a GPT-2's loss head
 VOCABULARIES = (50257, 50264)  # GPT-2's, and the next multiple of eight
-SPAN, TURNS = 2e-3, 5  # seconds, and how often
+SECONDS, ROUNDS = 0.5, 6  # for all kernels of one size
 
 
-def seconds(call: Call) -> list[float]:
-    """The least and the median of some turns."""
-    call()
-    once = max(spent(call, 1), 1e-5)
-    found = [spent(call, max(1, int(SPAN / once))) for _ in range(TURNS)]
-    return [min(found), statistics.median(found)]
-
-
-def spent(call: Call, times: int) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    began.record()
-    for _ in range(times):
-        call()
-    ended.record()
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3 / times
+def seconds(calls: Iterator[tuple[str, Call]]) -> dict[str, float]:
+    return fastest(dict(calls), "cuda", SECONDS, ROUNDS)
 
 
 def elementwise(elements: int) -> Iterator[tuple[str, Call]]:
@@ -75,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
     found = {
-        "elementwise": {str(size): {name: seconds(call) for name, call in elementwise(size)} for size in ELEMENTS},
-        "head": {str(size): {name: seconds(call) for name, call in head(size)} for size in VOCABULARIES},
+        "elementwise": {str(size): seconds(elementwise(size)) for size in ELEMENTS},
+        "head": {str(size): seconds(head(size)) for size in VOCABULARIES},
     }
     options.output.write_text(json.dumps({"environment": environment(), **found}, indent=1) + "\n", encoding="utf-8")
     for name, rows in (("of 2^26 numbers", found["elementwise"][str(ELEMENTS[-1])]), *found["head"].items()):
-        for what, (least, _) in rows.items():
+        for what, least in rows.items():
             print(f"{name} {what}: {least * 1e6:,.0f} us")
     return 0
 

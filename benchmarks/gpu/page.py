@@ -87,13 +87,13 @@ def kernels_apart() -> str:
     found = results("gpu_kernels")
     rows = next(reversed(found["elementwise"].values()))
     odd, even = found["head"].values()
-    times = {name: odd[name][0] / even[name][0] for name in odd}
+    times = {name: odd[name] / even[name] for name in odd}
     return (
         f"{found['environment']['machine']['gpu']}'s kernels beside each other (`python -m benchmarks.gpu.kernels`)\n"
         f"show why the others are too short: the products of a loss head take {min(times.values()):.1f} to "
         f"{max(times.values()):.1f} times as long with GPT-2's odd\nvocabulary as with the next multiple of eight, a "
-        f"cast to fp32 {rows['widening'][0] / rows['narrowing'][0]:.1f} times one to bf16, and a product of "
-        f"unlike tensors\n{rows['uneven product, bfloat16'][0] / rows['even product, bfloat16'][0]:.1f} times one of "
+        f"cast to fp32 {rows['widening'] / rows['narrowing']:.1f} times one to bf16, and a product of "
+        f"unlike tensors\n{rows['uneven product, bfloat16'] / rows['even product, bfloat16']:.1f} times one of "
         "like ones. The calibration of a card times these apart since; the seconds below are of before."
     )
 

@@ -198,7 +198,7 @@ def unaligned_on_hopper() -> float:
     Of the three products of a loss head with an odd vocabulary, beside the next multiple of eight.
     """
     odd, even = json.loads(MEASURED.read_text("utf-8"))["head"].values()
-    return sum(least for least, _ in even.values()) / sum(least for least, _ in odd.values())
+    return sum(even.values()) / sum(odd.values())
 
 
 def _table(kind: str, found: Kernels, source: str) -> list[str]:

@@ -58,7 +58,7 @@ def stream(
         tier: On a CPU the folder of the file; None: the system's folder for temporary files. The file has no name, so
             nobody can remove it, and the system frees it when the process ends. On CUDA None or `"pinned"`: pinned host
             memory; a folder: a file there too, which a thread reads through 64 MiB of pinned buffers, so that frozen
-            weights may be larger than the host's memory.
+            weights may be larger than the host's memory. Predicted seconds are those of pinned memory.
         device: The device on which the blocks run, if they are not there yet; the rest of the model is moved there.
             None: the device of the blocks.
         trained: Whether trained weights are streamed too.

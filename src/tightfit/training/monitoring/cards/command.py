@@ -132,7 +132,8 @@ def run(
 def _card_here() -> Card:
     asked = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True)
     if asked.returncode:
-        raise DeviceError(f"this machine has no card that PyTorch can use: {asked.stderr.strip().splitlines()[-1]}")
+        why = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
+        raise DeviceError(f"this machine has no card that PyTorch can use: {why[0]}")
     name, memory, (major, minor), multiprocessors, count = json.loads(asked.stdout.splitlines()[-1])
     return Card(name, memory, (major, minor), multiprocessors, count)
 

@@ -46,13 +46,13 @@ _reset_peaks = torch._C._cuda_resetPeakMemoryStats if hasattr(torch._C, "_cuda_r
 
 
 def watch_this_process() -> None:
-    """Begin to watch. Ends the process where its PyTorch is another one than the null card was made for."""
+    """Begin to watch. Ends the process where its PyTorch is another one than tightfit's."""
     settings = RunSettings.read()
     if settings is None:
         return
     if torch.__version__ != settings.torch:
         sys.stderr.write(
-            f"error: {sys.executable} has PyTorch {torch.__version__}, and the null card was made for "
+            f"error: {sys.executable} has PyTorch {torch.__version__}, and tightfit has "
             f"{settings.torch}: run tightfit in the environment of the script\n"
         )
         sys.stderr.flush()
