@@ -51,12 +51,17 @@ def test_streamed_blocks_take_the_predicted_bytes(kind, ahead, beside):
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trained_weights_take_the_predicted_bytes(dtype, ahead):
+@pytest.mark.parametrize("is_file", [False, True])
+def test_trained_weights_take_the_predicted_bytes(is_file, dtype, ahead, tmp_path):
     model, x = trained_blocks.built(dtype)
     batch = {"x": x.cuda()}
     how = {"loss": trained_blocks.of_batch, "optimizer": "offloaded_adamw", "device": "cuda"}
-    tightfit.stream(model, "layers.*", trained=True, ahead=ahead, device="cuda")
-    predicted = tightfit.estimate(model, batch, **how).peak_bytes
+    tightfit.stream(model, "layers.*", trained=True, ahead=ahead, device="cuda", tier=tmp_path if is_file else None)
+    found = tightfit.estimate(model, batch, **how)
+    predicted = found.peak_bytes
+    if is_file:  # those of head and embedding are in memory
+        of_blocks = sum(p.nbytes for p in model["layers"].parameters() if p.nbytes >= 512)
+        assert found.host_by_category["gradients"] < of_blocks
     optimizer = OffloadedAdamW(model.parameters())
     for _ in range(3):
         gc.collect()

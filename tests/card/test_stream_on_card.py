@@ -86,13 +86,6 @@ def test_weights_in_a_file_take_no_host_memory_but_that_of_the_pinned_buffers(tm
     assert found["workspace"] == pinned.get("workspace", 0) + buffers
 
 
-def test_trained_weights_of_a_card_are_in_no_file(tmp_path):
-    model, _ = trained_blocks.built()
-    model.cuda()
-    with pytest.raises(LeverError, match="trained weights of a CUDA device live in pinned host memory"):
-        tightfit.stream(model, "layers.*", trained=True, tier=tmp_path)
-
-
 def test_a_model_of_the_host_goes_to_the_card_without_its_blocks():
     (model, x), (plain, there) = built(), on_card(built())
     torch.cuda.empty_cache()
@@ -119,14 +112,16 @@ def test_a_model_that_goes_to_the_card_after_stream_is_refused():
 @pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trained_weights_are_bit_equal_over_several_steps(dtype, ahead):
+@pytest.mark.parametrize("is_file", [False, True])
+def test_trained_weights_are_bit_equal_over_several_steps(is_file, dtype, ahead, tmp_path):
     """Gradients are moved to the host as they are made, clipped, added over micro-batches and used there."""
 
     def outcome(stream):
         model, x = trained_blocks.built(dtype)
         model.cuda()
         x = x.cuda()
-        handle = tightfit.stream(model, "layers.*", trained=True, ahead=ahead) if stream else None
+        tier = tmp_path if is_file else None
+        handle = tightfit.stream(model, "layers.*", trained=True, ahead=ahead, tier=tier) if stream else None
         optimizer = OffloadedAdamW(model.parameters())
         losses = []
         for _ in range(3):

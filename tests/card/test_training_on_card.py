@@ -10,6 +10,7 @@ from tiny_training import metrics, settings
 import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.planner.levers import Stream
+from tightfit.planner.request import Request
 from tightfit.training.api import train
 from tightfit.training.fitting import LeversInForce
 from tightfit.training.slowdown import STEPS, TimedStep
@@ -23,8 +24,12 @@ ON_CARD = {
 
 
 @pytest.mark.keeps("streamed-trained-bits")
-def test_a_training_that_streams_has_the_bits_of_the_plain_one_and_is_resumed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_training_that_streams_has_the_bits_of_the_plain_one_and_is_resumed(is_file, tmp_path, monkeypatch):
+    """In a file, as where the host has no room for the weights."""
     leave_out_pictures(monkeypatch)
+    if is_file:
+        monkeypatch.setattr(Request, "stream_folder", str(tmp_path))
     plain, other = tmp_path / "plain", tmp_path / "streamed"
     plain.mkdir(), other.mkdir()
     train(settings(plain, **ON_CARD))
@@ -45,7 +50,9 @@ def test_a_training_that_streams_has_the_bits_of_the_plain_one_and_is_resumed(tm
     assert result["predicted_peak_bytes"] <= result["budget_bytes"]
     assert 0 <= beside <= 512
     assert sum(result["host_by_category"].values()) == result["host_peak_bytes"]
-    assert result["host_by_category"]["parameters"] >= lever.bytes
+    in_memory = result["host_by_category"].get("parameters", 0)
+    assert in_memory == 0 if is_file else in_memory >= lever.bytes
+    assert lever.folder == (str(tmp_path) if is_file else None)
     assert result["measured_host_peak_bytes"] > 0
 
 

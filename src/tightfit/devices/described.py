@@ -52,7 +52,10 @@ FIGURES = {
     "link": Figure(_rates, "the rate between host and device, one way", "16GB/s"),
     "sms": Figure(lambda text: int(text) if text.isdecimal() and int(text) else None, "its multiprocessors", "68"),
 }
-OF_A_HOST = ("memory", "bandwidth")
+OF_A_HOST = {
+    **{key: FIGURES[key] for key in ("memory", "bandwidth")},
+    "drive": Figure(_rates, "the rate at which its drive is read", "3GB/s"),
+}
 OF_ONES_OWN = ("memory", "bandwidth", "fp32", "capability")  # the figures that a device without a name must have
 
 
@@ -115,14 +118,14 @@ def host_named(text: str) -> Host:
         key, _, value = (part.strip() for part in item.partition("="))
         if key not in OF_A_HOST:
             raise DeviceError(f"host {text!r}: {key!r} is not known: choose from {', '.join(OF_A_HOST)}")
-        read = FIGURES[key].read(value)
+        read = OF_A_HOST[key].read(value)
         if read is None or key in figures:
             wrong = "is given twice: keep one of them" if key in figures else f"is {value!r}, wanted for example "
-            raise DeviceError(f"host {text!r}: {key} {wrong}{'' if key in figures else FIGURES[key].example}")
+            raise DeviceError(f"host {text!r}: {key} {wrong}{'' if key in figures else OF_A_HOST[key].example}")
         figures[key] = read
     rate, memory = figures.get("bandwidth", base.bytes_per_second), figures.get("memory")
     words = base.words if "bandwidth" not in figures else "as --host says"
-    return Host(words, rate, None if memory is None else int(memory))
+    return Host(words, rate, None if memory is None else int(memory), figures.get("drive"))
 
 
 def with_host(spec: DeviceSpec, text: str) -> DeviceSpec:
@@ -132,11 +135,9 @@ def with_host(spec: DeviceSpec, text: str) -> DeviceSpec:
         raise DeviceError(
             f"host {text!r}: {spec.name} is the host itself: leave --host out, or name a card with --device"
         )
-    return (
-        spec
-        if host.bytes_per_second is None
-        else replace(spec, host_bytes_per_second=host.bytes_per_second, host=host.words)
-    )
+    if host.bytes_per_second is not None:
+        spec = replace(spec, host_bytes_per_second=host.bytes_per_second, host=host.words)
+    return replace(spec, drive_bytes_per_second=host.drive_bytes_per_second or spec.drive_bytes_per_second)
 
 
 def changed(spec: DeviceSpec, description: Description) -> DeviceSpec:

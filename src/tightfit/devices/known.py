@@ -47,11 +47,14 @@ def known_devices() -> Mapping[str, KnownDevice]:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine in which a card is: in words, the rate at which it works in its memory, and how much it has."""
+    """The machine in which a card is: in words, the rate at which it works in its memory, how much it has, and the rate
+    at which its drive is read.
+    """
 
     words: str
     bytes_per_second: float | None = None
     memory_bytes: int | None = None
+    drive_bytes_per_second: float | None = None
 
 
 @cache

@@ -78,6 +78,7 @@ class Roofline:
 # Bytes per second at which a card's host works in its own memory, in several threads, where nobody said which host it
 # is: 56% of what two channels of DDR5-5600 move, as desktop machines have them. Assumed; nothing was measured.
 HOST_BYTES_PER_SECOND = 50e9
+DRIVE_BYTES_PER_SECOND = 3e9  # of an NVMe drive that is read in order, where nothing is known of it
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class DeviceSpec:
     - `disturbed_by`: the load during the measurement; empty if the device was quiet.
     - `host_bytes_per_second`: on CUDA, how fast the host works in its own memory: an update of weights there. `host`
       says whose figure that is; empty: assumed.
+    - `drive_bytes_per_second`: how fast the host's drive is read, as somebody said it; None: nobody did.
     - `scaled_from`: whose figures these are, where the present device was not measured yet; else empty.
     """
 
@@ -136,6 +138,7 @@ class DeviceSpec:
     scaled_from: str = ""
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     host: str = ""
+    drive_bytes_per_second: float | None = None
 
     @property
     def host_seconds(self) -> float:
@@ -213,7 +216,7 @@ class DeviceSpec:
 
 
 _LATER = frozenset(
-    {"captured_seconds", "in_steps", "scaled_from", "host_bytes_per_second", "host"}
+    {"captured_seconds", "in_steps", "scaled_from", "host_bytes_per_second", "host", "drive_bytes_per_second"}
 )  # figures that files of earlier versions lack
 
 
@@ -246,6 +249,7 @@ def _figures(spec: DeviceSpec) -> list[float]:
         *coefficients,
         spec.launch_seconds,
         spec.host_bytes_per_second,
+        *((spec.drive_bytes_per_second,) if spec.drive_bytes_per_second is not None else ()),
         *spec.workspace_bytes.values(),
         *spec.link_bytes_per_second.values(),
         *((spec.sm_count,) if spec.sm_count is not None else ()),

@@ -82,6 +82,29 @@ def disk_rates(folder: str | Path | None = None) -> DiskRates:
     return _measured[system]
 
 
+def drive_rate(folder: str | Path) -> float:
+    """Bytes per second of a read from a folder's drive, past the system's file cache; measured once for each file
+    system. Raises `OutputError` if no file can be made in the folder.
+    """
+    store = DiskStore(folder, user="stream")
+    system = os.stat(store.folder).st_dev
+    if system not in _drives:
+        extent = store.allocate(PROBE_BYTES)
+        if extent is None:
+            raise LeverError(f"stream: {store.folder} has no room: name a folder on another disk")
+        memory = ctypes.create_string_buffer(PROBE_BYTES)
+        address = ctypes.addressof(memory)
+        store.write(extent, address)
+        store.forget(extent)
+        start = time.perf_counter()
+        store.read(extent, address)
+        _drives[system] = PROBE_BYTES / (time.perf_counter() - start)
+    return _drives[system]
+
+
+_drives: dict[int, float] = {}  # by file system
+
+
 class DiskStore:
     """Mutable: an unnamed file in `folder`, at most `budget_bytes` long.
 
@@ -189,6 +212,12 @@ class DiskStore:
         """Have the system read the extent's bytes into its file cache, without waiting for them."""
         if hasattr(os, "posix_fadvise"):  # Linux
             os.posix_fadvise(self._fd, extent.start, extent.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def forget(self, extent: ByteRange) -> None:
+        """Have the extent's bytes on the disk, and on Linux not in the file cache."""
+        os.fsync(self._fd)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, extent.start, extent.nbytes, os.POSIX_FADV_DONTNEED)
 
     def mapped(self, extent: ByteRange) -> ctypes.Array:
         """The extent, which begins at a page, as memory that is the file's own. It outlives this store, and the extent

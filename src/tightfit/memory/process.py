@@ -43,7 +43,12 @@ def process_bytes(held: Iterable[Tensor], *, tidied: bool) -> int:
         if not _malloc.gives_back:
             give_back()
     on_host = [tensor for tensor in held if tensor.device.type == "cpu"]
-    return max(0, this_process().memory_info().rss - storage_bytes(on_host))
+    return max(0, resident_bytes() - storage_bytes(on_host))
+
+
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now."""
+    return this_process().memory_info().rss
 
 
 def give_back() -> None:

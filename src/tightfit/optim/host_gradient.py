@@ -24,7 +24,7 @@ _EACH_BY_ITSELF = (aten._foreach_norm.Scalar, aten._foreach_mul_.Tensor, aten._f
 class HostGradient(Tensor):
     """A parameter's gradient in host memory. It reports the shape, dtype and device that PyTorch requires.
 
-    `target` is memory for it in a file, on a CPU.
+    `target` is memory for it in a file. Such a gradient is there, and out of memory again, when this returns.
     """
 
     __torch_function__: Any = no_torch_function
@@ -34,20 +34,27 @@ class HostGradient(Tensor):
         return tensor_without_memory(cls, gradient, gradient.stride())
 
     def __init__(self, gradient: Tensor, link: Link, target: Tensor | None = None):
-        self._link = link
-        self._host = link.to_host(gradient) if target is None else target.copy_(gradient)
-        rest(self._host)
+        self._link, self._in_file = link, target is not None
+        self._host = link.to_host(gradient, target)
         self._arriving: Tensor | None = None  # another micro-batch's gradient, added when its copy is complete
+        if self._in_file:
+            self._rest()
 
     def add(self, gradient: Tensor) -> None:
         """Add another micro-batch's gradient."""
-        # On CUDA the sum is made on the next read, so that the copy runs in parallel with backward.
+        # On CUDA the sum is made on the next read, so that the copy runs in parallel with backward: but not of one in a
+        # file, since all that arrive would be in memory.
         host = self.host()
         if self._link.is_concurrent:
             self._arriving = self._link.to_host(gradient)
         else:
             host.add_(gradient)
-            rest(host)
+        if self._in_file:
+            self._rest()
+
+    def _rest(self) -> None:
+        rest(self.host())
+        self._link.in_file(self._host)
 
     def host(self) -> Tensor:
         """The gradient in host memory, after all copies. Writing into it changes the gradient."""
@@ -83,7 +90,8 @@ class HostGradient(Tensor):
         """A second tensor over the same memory."""
         self.host()
         alias = HostGradient.__new__(HostGradient, self, self._link)
-        alias._link, alias._host, alias._arriving = self._link, self._host, None
+        alias._link, alias._in_file = self._link, self._in_file
+        alias._host, alias._arriving = self._host, None
         return alias
 
 

@@ -1,6 +1,6 @@
 """Copies between a device and the host: pinned memory and a copy stream on CUDA, plain copies on a CPU.
 
-Gradients and states of weights that are streamed on a CPU are in the file of those weights.
+Gradients and states of weights that are streamed from a file are in that file.
 """
 
 import weakref
@@ -25,6 +25,11 @@ class Place(Protocol):
     @property
     def is_file(self) -> bool:
         """True if that is a file, and not host memory of a card."""
+        ...
+
+    @property
+    def is_of_card(self) -> bool:
+        """True if blocks run on a card, so that some weights are there when they are updated."""
         ...
 
     def empty(self, like: Tensor, dtype: torch.dtype, what: str) -> Tensor:
@@ -75,9 +80,9 @@ class Link:
                 like, dtype=dtype, device=HOST, pin_memory=pinned, memory_format=torch.preserve_format
             )
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Begin a copy to host memory. Call `wait` before you read it."""
-        target = self.empty_on_host(tensor)
+    def to_host(self, tensor: Tensor, target: Tensor | None = None) -> Tensor:
+        """Begin a copy to host memory, new or `target`. Call `wait` before you read it."""
+        target = self.empty_on_host(tensor) if target is None else target
         event = self._copy(target, tensor, tensor)
         if event is not None:
             self._arrivals[target.data_ptr()] = event
@@ -96,6 +101,11 @@ class Link:
         None means now.
         """
         return self._copy(target, source, target)
+
+    def in_file(self, *tensors: Tensor) -> None:
+        """Tensors of a card's training that were in a file were read there, or written; the file's clock counts it."""
+        if simulation.link is not None:
+            simulation.link.in_file(sum(tensor.nbytes for tensor in tensors))
 
     def join(self) -> None:
         """Make everything that the device computes from here on wait for all copies."""

@@ -3,7 +3,7 @@
 The gradient of an offloaded parameter moves to the host when backward has made it (`HostGradient`), in parallel with
 the rest of backward. The step runs on the host, parameter by parameter. Each weight is copied back to the device while
 the next one is computed. On a CPU the same happens without streams. There it costs a copy of the weights and saves
-nothing, except for weights that are streamed from a file: their gradients and states are in that file too.
+nothing. Of weights that are streamed from a file, gradients and states are in that file too.
 """
 
 import weakref
@@ -206,8 +206,11 @@ class OffloadedAdamW(FrugalOptimizer):
             if weight is not parameter:
                 parameter.copy_(weight)  # most of them are on the host now
             self._written[parameter] = _Version.of(parameter)
-            for tensor in (parameter, weight, arrived, *self.state[parameter].values()):
+            touched = [weight, *self.state[parameter].values()]
+            for tensor in (parameter, arrived, *touched):
                 rest(tensor)
+            if file_of(parameter) is not None:  # the gradient is read there, the states are read and written
+                link.in_file(arrived, *touched, *touched)
             return
         outgoing = weight if weight.dtype == parameter.dtype else link.empty_on_host(parameter).copy_(weight)
         self._sent[parameter] = link.to_device(parameter, outgoing)
@@ -227,7 +230,8 @@ class OffloadedAdamW(FrugalOptimizer):
         on_host, is_low = parameter in self._offloaded, parameter.dtype in _LOW
         state = self.state[parameter]
         weight = parameter
-        if is_low or (on_host and file_of(parameter) is None):
+        place = file_of(parameter)
+        if is_low or (on_host and (place is None or place.is_of_card)):
             kept: dict[Any, Tensor] = state if is_low else self._copies
             key = MASTER if is_low else parameter
             if key not in kept:
@@ -237,7 +241,7 @@ class OffloadedAdamW(FrugalOptimizer):
             weight = kept[key]
         if "exp_avg" not in state:
             state.update(new_moments(weight, self._in_file(parameter, weight.dtype)))
-            for tensor in state.values():
+            for tensor in (weight, *state.values()):
                 rest(tensor)
         return weight
 

@@ -10,6 +10,7 @@ from torch import nn
 from tightfit.errors import CannotFit, InputError
 from tightfit.levers.recompute import KEEP_ALL, Policy
 from tightfit.memory.allocator import old_objects_left_alone
+from tightfit.memory.process import resident_bytes
 from tightfit.planner import host
 from tightfit.planner.apply import policy_of
 from tightfit.planner.curves import Curve
@@ -19,6 +20,7 @@ from tightfit.planner.estimates import (
     make_estimate,
     of_communication,
     of_draws,
+    of_drive,
     of_seconds,
 )
 from tightfit.planner.levers import (
@@ -29,6 +31,8 @@ from tightfit.planner.levers import (
     MicroBatches,
     Offload,
     Recompute,
+    Stream,
+    find,
 )
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import Action, BlockChoice, PlannedProgram
@@ -183,7 +187,9 @@ def plan(
         micro_batches: The number of equal parts of the batch. `"auto"` takes the smallest number that has a plan, and
             allows the lever `"micro_batch"`. The effective batch does not change.
         curve: The plan also gets the trade-off curve, and figures for the levers that were not allowed.
-        offload_folder: The folder of the file to which a CPU offloads. None: the system's folder for temporary files.
+        offload_folder: The folder of the file to which a CPU offloads, and of the one that streamed weights are in: on
+            a CPU, and on CUDA where `host_budget` has no room for them in memory. None: the system's folder for
+            temporary files.
         host_budget: The most bytes of the host's memory that the training may take, this process included, such as
             `"32GiB"`. None: no limit.
         offload_budget: The most bytes that may be offloaded, to that file or from CUDA to pinned host memory. None:
@@ -299,8 +305,10 @@ def estimate_asked(asked: Request) -> Estimate:
 def plan_asked(asked: Request, budget: int | str, *, curve: bool = False) -> Plan:
     """`tightfit.plan`, with its arguments as one record."""
     request = asked.checked(may_choose=True)
+    before = resident_bytes()
     for _ in range(TIGHTENED):
-        plan = replace(_planned(request, budget, curve=curve), host=host.host_of(request))
+        plan = _planned(request, budget, curve=curve)
+        plan = replace(plan, host=host.host_of(request, plan.lever(Stream), before))
         tighter = None if request.host_budget is None else host.within_host(plan, request)
         if tighter is None:
             return plan
@@ -353,6 +361,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
             *assumption_sentences(candidate.trace.assumptions),
             *of_draws(request, candidate.trace),
             *of_seconds(request.device),
+            *of_drive(request, find(candidate.combination.levers, Stream)),
             *not_tried(candidate.combination),
             *not_proved(search.gap_seconds(candidate)),
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from tightfit.devices.spec import DeviceSpec
 from tightfit.ops.weights.low_bit import count_weights, frozen_base
+from tightfit.planner.levers import Stream
 from tightfit.planner.outcome import EstimateRecord
 from tightfit.planner.request import Request, Tracer, lacking
 from tightfit.planner.step_figures import dtypes_of, step_figures
@@ -116,6 +117,18 @@ def of_seconds(device: DeviceSpec) -> list[str]:
     return (
         [f"predicted seconds follow {device.scaled_from}, until the device is measured"] if device.scaled_from else []
     )
+
+
+def of_drive(request: Request, stream: Stream | None) -> list[str]:
+    """The assumption about the drive from which weights stream to a card."""
+    rate = None if stream is None or stream.folder is None else request.drive_bytes_per_second
+    if rate is None:
+        return []
+    device = request.device
+    whose = "measured past the file cache" if device.is_measured else "assumed; --host drive=RATE says another"
+    if device.drive_bytes_per_second is not None:
+        whose = "as --host says"
+    return [f"the drive with the streamed weights is read at {rate / 1e9:.1f} GB/s ({whose})"]
 
 
 def of_communication(request: Request, world: World) -> list[str]:

@@ -4,10 +4,11 @@ import torch
 
 from tightfit.devices.libraries import library_bytes
 from tightfit.errors import CannotFit
+from tightfit.levers.stream import streamable_weights
 from tightfit.memory.allocator import memory_of
-from tightfit.memory.process import process_bytes
+from tightfit.memory.process import process_bytes, resident_bytes
 from tightfit.optim.by_name import state_tensors
-from tightfit.planner.levers import Offload
+from tightfit.planner.levers import Offload, Stream
 from tightfit.planner.outcome import PlanRecord
 from tightfit.planner.records import HostMemory
 from tightfit.planner.request import Request
@@ -31,22 +32,28 @@ _WAYS_OUT = {
 }
 
 
-def host_of(request: Request) -> HostMemory:
+GROWN_BYTES = 8 << 20  # what a search has left in the process is no part of a training
+
+
+def host_of(request: Request, stream: Stream | None = None, before: int | None = None) -> HostMemory:
     """The memory of the host that a training would take if this process trained, without the tensors of its step.
 
+    `stream` is the lever of its plan, and `before` are the resident bytes of the process before the search for that.
     Ranks load their shards one by one, which is not counted.
     """
     on_card = request.device.kind != "cpu"
-    process = process_bytes(_held(request), tidied=request.host_budget is not None)
+    has_grown = before is not None and resident_bytes() - before > GROWN_BYTES
+    process = process_bytes(_held(request), tidied=has_grown or request.host_budget is not None)
     if on_card:
         process += library_bytes()
-    return HostMemory(process, weight_bytes(request) if on_card and request.world is None else 0)
+    return HostMemory(process, loaded_bytes(request, stream) if on_card and request.world is None else 0)
 
 
 def within_host(plan: PlanRecord, request: Request) -> tuple[Request, int] | None:
     """None if a plan is within the host's budget, else the request and the budget to plan again with.
 
-    On a CPU the step gets what the process leaves. On a card less is offloaded. Raises `CannotFit` if that is no way.
+    On a CPU the step gets what the process leaves. On a card less is offloaded, or streamed weights are in a file.
+    Raises `CannotFit` if that is no way.
     """
     assert request.host_budget is not None, "somebody set a budget"
     excess = plan.host_peak_bytes - parse_bytes(request.host_budget)
@@ -56,10 +63,12 @@ def within_host(plan: PlanRecord, request: Request) -> tuple[Request, int] | Non
         if excess >= plan.peak_bytes:
             raise host_cannot_fit(plan, request)
         return request, min(plan.budget_bytes, plan.peak_bytes - excess)
-    offload = plan.lever(Offload)
-    if offload is None or not offload.host or offload.bytes <= excess:
-        raise host_cannot_fit(plan, request)
-    return request.but(offload_budget=offload.bytes - excess), plan.budget_bytes
+    offload, stream = plan.lever(Offload), plan.lever(Stream)
+    if offload is not None and offload.host and offload.bytes > excess:
+        return request.but(offload_budget=offload.bytes - excess), plan.budget_bytes
+    if stream is not None and stream.folder is None:
+        return request.but(weights_in_file=True), plan.budget_bytes
+    raise host_cannot_fit(plan, request)
 
 
 def host_cannot_fit(plan: PlanRecord, request: Request) -> CannotFit:
@@ -77,10 +86,20 @@ def host_cannot_fit(plan: PlanRecord, request: Request) -> CannotFit:
     )
 
 
-def weight_bytes(request: Request) -> int:
-    """Bytes of the weights and buffers, which lie in the host's memory before they are moved to a card."""
+def loaded_bytes(request: Request, stream: Stream | None = None) -> int:
+    """Bytes of the weights and buffers that lie in the host's memory before they are moved to a card.
+
+    Of those that stream from a file, what is not in memory yet is read from the model's own file there, tensor by
+    tensor.
+    """
     tensors = [*request.model.parameters(), *request.model.buffers()]
-    return sum({id(part): part.nbytes for tensor in tensors for part in memory_of(tensor)}.values())
+    found = {id(part): part for tensor in tensors for part in memory_of(tensor)}
+    if stream is not None and stream.folder is not None:
+        for weights in streamable_weights(request.model, stream.paths, trained=stream.trained):
+            for weight in weights:
+                if has_no_memory(weight) or not weight.untyped_storage().resizable():  # a map of its file
+                    found.pop(id(weight), None)
+    return sum(part.nbytes for part in found.values())
 
 
 def _held(request: Request) -> list[torch.Tensor]:

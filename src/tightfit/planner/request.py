@@ -1,5 +1,6 @@
 """The planner's request: the arguments of `tightfit.plan` and what they mean; and the dry runs of it."""
 
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -12,7 +13,7 @@ from torch import nn
 from tightfit.devices.cost import CostModel
 from tightfit.devices.figures import CopyRates, copy_rates
 from tightfit.devices.present import lookup
-from tightfit.devices.spec import DeviceSpec
+from tightfit.devices.spec import DRIVE_BYTES_PER_SECOND, DeviceSpec
 from tightfit.errors import DeviceError, InputError, LeverError, ModelError
 from tightfit.levers.activity import activity
 from tightfit.levers.handle import Applied
@@ -20,7 +21,7 @@ from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_sample
 from tightfit.levers.offload import HostStore, OffloadSettings, positive_bytes
 from tightfit.levers.recompute import Policy
 from tightfit.levers.stream import rings_on
-from tightfit.memory.disk import disk_rates
+from tightfit.memory.disk import disk_rates, drive_rate
 from tightfit.names import optimizer_in_words
 from tightfit.optim.by_name import optimizer_over, updates_on_host
 from tightfit.planner.apply import apply_levers
@@ -53,7 +54,7 @@ from tightfit.ranks.simulated import SimulatedRank, own_copy, refusals_of_shards
 from tightfit.ranks.world import Sharding, Shards, World, communicator_bytes, world_of
 from tightfit.runtime.internals import default_group, process_group_exists
 from tightfit.step import Batch, Loss, Optimizer, Part, Step, StepSettings, model_loss
-from tightfit.tracing.copies import AWAY, BACK, STREAM, TO_DEVICE, TO_HOST
+from tightfit.tracing.copies import AWAY, BACK, IN_FILE, STREAM, TO_DEVICE, TO_HOST
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.replay import fits_device
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
@@ -84,6 +85,7 @@ class Request:
     offload_folder: str | None = None
     offload_budget: int | str | None = None
     host_budget: int | str | None = None  # most bytes of the host's memory, with the process
+    weights_in_file: bool = False  # streamed weights of a card have no room in its host's memory
     steps: int | None = None  # how often the step will run, where that is known
     apart: tuple[str, ...] | None = None
     shards: Shards | None = None
@@ -234,6 +236,14 @@ class Request:
         return OffloadSettings(self.offload_folder, positive_bytes(self.offload_budget))
 
     @property
+    def stream_folder(self) -> str | None:
+        """The folder of the file that streamed weights are in; None: pinned memory, or a CPU's own choice."""
+        folder = None if self.offload.folder is None else str(self.offload.folder)
+        if self.device.kind == "cpu":
+            return folder
+        return (folder or tempfile.gettempdir()) if self.weights_in_file else None
+
+    @property
     def shards_leave(self) -> bool:
         """True if FSDP2's shards may be on the host of a card, where nothing else fits."""
         return self.world is not None and Offload.name in allowed_levers(self.levers_named)
@@ -251,15 +261,31 @@ class Request:
             disk = disk_rates(self.offload.folder)
             rates = CopyRates(disk.write_bytes_per_second, disk.read_bytes_per_second)
         away, back = rates
+        drive = self.drive_bytes_per_second
+        streamed = back if drive is None else min(back, drive)
 
         def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
             if name in (AWAY, TO_HOST):
                 return inputs[0].bytes / away
-            if name in (BACK, TO_DEVICE, STREAM):
+            if name in (BACK, TO_DEVICE):
                 return inputs[0].bytes / back
+            if name == STREAM:
+                return inputs[0].bytes / streamed
+            if name == IN_FILE:
+                return 0.0 if drive is None else inputs[0].bytes / drive
             return price(name, inputs, outputs, arguments)
 
         return priced
+
+    @cached_property
+    def drive_bytes_per_second(self) -> float | None:
+        """The rate of the drive from which weights stream to a card; None if they are in no file."""
+        folders = [ring.folder for ring in rings_on(self.model)] or [self.stream_folder]
+        if self.device.kind == "cpu" or folders[0] is None:
+            return None
+        if self.device.drive_bytes_per_second is not None:
+            return self.device.drive_bytes_per_second
+        return drive_rate(folders[0]) if self.device.is_measured else DRIVE_BYTES_PER_SECOND
 
     @property
     def _copies(self) -> bool:
@@ -387,6 +413,7 @@ def plain_step(request: Request, trace: StepTrace, paths: Sequence[str]) -> Plai
         request.size,
         lambda: request.separation,
         updates_on_host(request.optimizer, on_card=request.device.kind != "cpu"),
+        request.stream_folder,
     )
 
 

@@ -124,6 +124,7 @@ class Outcome:
     levers: tuple[str, ...] = ()
     streamed_blocks: int = 0  # whose frozen weights are on the host, of `blocks`
     blocks: int = 0
+    from_file: bool = False  # whether streamed weights are in a file, and not in the host's memory
     micro_batches: int = 1  # whose gradients accumulate
     rounds: bool = False  # whether a lever is exact only to rounding
     world_size: int = 1  # cards; the figures are those of one, but for the tokens, which are those of all
@@ -138,7 +139,8 @@ class Outcome:
     @property
     def name(self) -> str:
         cards = "" if self.parallel is None else f"{self.world_size} cards, {self.parallel}, "
-        streamed = f", {self.streamed_blocks} of {self.blocks} blocks streamed" if self.streamed_blocks else ""
+        file = " from a file" if self.from_file else ""
+        streamed = f", {self.streamed_blocks} of {self.blocks} blocks streamed{file}" if self.streamed_blocks else ""
         return f"{cards}{self.recipe.name}{streamed}{', shards on the host' if self.host_bytes else ''}"
 
     @property
@@ -189,6 +191,7 @@ class Outcome:
             "adapter": None if recipe.adapter is None else recipe.adapter.model_dump(),
             "levers": list(self.levers),
             "streamed_blocks": self.streamed_blocks,
+            "streamed_from_file": self.from_file,
             "micro_batches": self.micro_batches,
             "world_size": self.world_size,
             "nodes": self.nodes,

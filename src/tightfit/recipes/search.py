@@ -14,7 +14,7 @@ from tightfit.names import OFFLOADED, parse_optimizer
 from tightfit.optim.by_name import updates_on_host
 from tightfit.planner.api import as_plan, levers_of
 from tightfit.planner.blocks.find import find_blocks
-from tightfit.planner.host import weight_bytes
+from tightfit.planner.host import loaded_bytes
 from tightfit.planner.levers import Exactness, Stream, find
 from tightfit.planner.plans import Plan
 from tightfit.planner.records import HostMemory
@@ -48,7 +48,7 @@ from tightfit.recipes.whole_step import (
     trained,
 )
 from tightfit.tracing.record import StepTrace
-from tightfit.units import is_share_of, parse_budget
+from tightfit.units import is_share_of, parse_budget, parse_bytes
 
 Notice = Callable[[str], None]
 OFFLOADED_AGAIN = 3  # how often the levers of such a step are chosen again, each time with a whole trace
@@ -256,36 +256,46 @@ class RecipeSearch:
             blocks=0 if streamed is None else len(search.paths),
             micro_batches=candidate.combination.micro_batches,
             rounds=any(lever.exactness is not Exactness.EXACT for lever in levers),
-            host_peak_bytes=self.host_peak_bytes(search.request, candidate.trace),
+            host_peak_bytes=self.host_peak_bytes(search.request, candidate.trace, streamed),
+            from_file=streamed is not None and streamed.folder is not None,
             plan=plan,
         )
 
-    def host_peak_bytes(self, request: Request, trace: StepTrace) -> int:
+    def host_peak_bytes(self, request: Request, trace: StepTrace, stream: Stream | None) -> int:
         """The peak of the host's memory: while weights are loaded, or in a step."""
         held = step_host(trace)
-        loaded = weight_bytes(request) if request.device.kind != "cpu" else 0
+        loaded = loaded_bytes(request, stream) if request.device.kind != "cpu" else 0
         return sum(HostMemory(self.process_bytes, loaded).by_category(held).values())
 
     def streamed(self, found: Found) -> Found:
-        """A recipe that does not fit, with weights on the host: the choice of streamed blocks and recompute that is
-        fastest by its prices, or every block at its least with as few streamed as fit.
+        """A recipe that does not fit, with weights on the host: in its memory, or in a file where that is too small."""
+        streamed = self._streamed(found, in_file=False)
+        if self.asked.host_budget is not None:
+            limit = parse_bytes(self.asked.host_budget)
+            if (streamed.outcome.host_peak_bytes or 0) > limit:
+                in_file = self._streamed(found, in_file=True)
+                streamed = in_file if (in_file.outcome.host_peak_bytes or 0) <= limit else streamed
+        if streamed is not found:
+            self.notice(_line(streamed.outcome))
+        return streamed
+
+    def _streamed(self, found: Found, *, in_file: bool) -> Found:
+        """The choice of streamed blocks and recompute that is fastest by its prices, or every block at its least with
+        as few streamed as fit; `found` if nothing fits.
         """
-        recipe, search = found.recipe, self.streamed_search(found.recipe)
+        recipe, search = found.recipe, self.streamed_search(found.recipe, in_file=in_file)
         search.routing_matters = search.plain.peak_depends_on_data
         if settings := Stream.settings(search.step()):
             base = frugal_levers(search)[0]
             if not stream_as_priced(search, base, settings, most=1):
                 stream_at_least(search, base, settings)
-        if (best := search.best) is None:
-            return found
-        found = Found(self.outcome(search, recipe, best, as_plan(search, best)), best)
-        self.notice(_line(found.outcome))
-        return found
+        best = search.best
+        return found if best is None else Found(self.outcome(search, recipe, best, as_plan(search, best)), best)
 
-    def streamed_search(self, recipe: Recipe) -> Search:
+    def streamed_search(self, recipe: Recipe, *, in_file: bool = False) -> Search:
         """A search of the recipe's whole step that may stream weights."""
         asked = self.asked_for(recipe)
-        asked = asked.but(levers=[str(asked.levers_named), Stream.name])
+        asked = asked.but(levers=[str(asked.levers_named), Stream.name], weights_in_file=in_file)
         return Search(asked.checked(may_choose=True), self.budget, limit_bytes=self.budget_bytes)
 
     # Traced whole

@@ -23,6 +23,7 @@ from tightfit.tracing.unbacked import is_unbacked
 
 AWAY, BACK, WAIT = "tightfit.offload", "tightfit.fetch", "tightfit.wait"  # as operators of a trace
 STREAM = "tightfit.stream"  # copies of streamed weights to the device
+IN_FILE = "tightfit.file"  # gradients and states of streamed weights, to the drive and from there
 TO_HOST, TO_DEVICE = "tightfit.to_host", "tightfit.to_device"  # copies of weights and gradients
 
 
@@ -90,6 +91,12 @@ class SimulatedLink:
         self._dry.begin([])
         self._dry.note(way, Seconds.of(host=0.0, device=link_seconds(self._dry, tensor, way)))
         return target
+
+    def in_file(self, nbytes: int) -> None:
+        """So many bytes of a card's training are written to a file of the host, or read there."""
+        self._dry.begin([])
+        seconds = self._dry.cost(IN_FILE, [TensorShape((nbytes,), (1,), torch.uint8)], [], ())
+        self._dry.note(IN_FILE, Seconds.of(host=seconds, device=0.0))
 
     def wait(self, copy: "SimulatedCopy | None" = None) -> None:
         """Make everything that is computed from here on wait for a copy of this step, or for all to the device."""

@@ -188,7 +188,8 @@ def fit(
 
 def _with_host(fitted: Fit, asked: Request, config: Config) -> Fit:
     """The step with what the training takes of the host's memory beside it."""
-    host, copies = host_of(asked), fitted.copy_bytes
+    stream = None if fitted.plan is None else fitted.plan.lever(Stream)
+    host, copies = host_of(asked, stream), fitted.copy_bytes
     if host.loaded:  # a card's state is copied to the host, or goes through a buffer there
         copies = fitted.state_bytes if config.checkpoint.in_background else min(fitted.state_bytes, STAGING_BYTES)
     return replace(fitted, host=replace(host, copies=copies))

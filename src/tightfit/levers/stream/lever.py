@@ -46,8 +46,8 @@ def stream(
     Between steps a weight is a tensor in host memory: `state_dict`, copies and writes see its true numbers.
 
     With `trained`, trained weights of the blocks go too. Their optimizer must update weights on the host: on CUDA
-    `OffloadedAdamW`, which also moves each gradient there as soon as it is made; on a CPU any. On a CPU too
-    `OffloadedAdamW` has the gradients and states of streamed weights in their file: training then takes less memory
+    `OffloadedAdamW`, which also moves each gradient there as soon as it is made; on a CPU any. Where the weights are in
+    a file, `OffloadedAdamW` has their gradients and states there too: training then takes less of the host's memory
     than the weights.
 
     Args:
@@ -57,8 +57,8 @@ def stream(
             its file cache.
         tier: On a CPU the folder of the file; None: the system's folder for temporary files. The file has no name, so
             nobody can remove it, and the system frees it when the process ends. On CUDA None or `"pinned"`: pinned host
-            memory; a folder: a file there too, which a thread reads through 64 MiB of pinned buffers, so that frozen
-            weights may be larger than the host's memory. Predicted seconds are those of pinned memory.
+            memory; a folder: a file there too, which a thread reads through 64 MiB of pinned buffers, so that weights
+            may be larger than the host's memory.
         device: The device on which the blocks run, if they are not there yet; the rest of the model is moved there.
             None: the device of the blocks.
         trained: Whether trained weights are streamed too.
@@ -89,11 +89,6 @@ def stream(
     where = torch.device(device) if device is not None else device_of(model, paths)
     if where.type not in ("cpu", "cuda"):
         raise LeverError(f"stream: the blocks are on {where}: stream works on cpu and cuda, so move the model there")
-    if where.type == "cuda" and trained and tier not in (None, PINNED):
-        raise LeverError(
-            f"stream: trained weights of a CUDA device live in pinned host memory: leave tier={str(tier)!r} out, or "
-            "stream the frozen ones alone"
-        )
     if where.type == "cpu" and tier == PINNED:
         raise LeverError("stream: pinned memory is of CUDA devices: leave tier out, or give the folder of a file")
     folder = None if tier == PINNED else tier

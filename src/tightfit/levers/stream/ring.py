@@ -218,8 +218,12 @@ class Ring:
 
     @property
     def is_file(self) -> bool:
-        """True on a CPU; trained weights of a card are in host memory."""
-        return self.device.type == "cpu" and not simulation.of_cuda
+        """True on a CPU, and on a card whose weights have a folder."""
+        return self.folder is not None or not self.is_of_card
+
+    @property
+    def is_of_card(self) -> bool:
+        return self.device.type == "cuda" or simulation.of_cuda
 
     def empty(self, like: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
         """Memory in the weights' file, of a tensor's shape."""
@@ -228,7 +232,7 @@ class Ring:
                 return torch.empty_like(like, dtype=dtype, memory_format=torch.preserve_format)
         with self.lock:
             shape = torch.empty_like(like, dtype=dtype, device="meta", memory_format=torch.preserve_format)
-            assert isinstance(self.tier, FileTier), "on a CPU weights are in a file"
+            assert isinstance(self.tier, FileTier), "the weights are in a file"
             return self.tier.empty(shape, what)
 
     def _settle(self, block: StreamedBlock, known: Sequence[Weight] = ()) -> None:

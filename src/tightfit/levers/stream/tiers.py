@@ -109,7 +109,7 @@ class FileTier:
 
 
 class FileToCard(FileTier):
-    """Frozen weights of a CUDA device's blocks, in an unnamed file in `folder`.
+    """Weights of a CUDA device's blocks, in an unnamed file in `folder`.
 
     A thread reads them into a few pinned buffers, in turns, and begins their copies. So the host's memory has these
     buffers, whatever the weights take, and the computing thread waits for no read that began early enough.

@@ -53,7 +53,8 @@ class PlainStep:
 
     `blocks` are the paths of the repeated blocks. `trace` is the dry run of the whole step. `micro_batches` is the
     caller's own gradient accumulation. `size` is the number of sequences in the batch. `separation` says whether these
-    can be computed apart. `updates_on_host`: the optimizer updates all weights where the host has them.
+    can be computed apart. `updates_on_host`: the optimizer updates all weights where the host has them. `folder` is
+    where streamed weights are in a file (None: pinned memory of a card, or a CPU's folder for temporary files).
     """
 
     model: "nn.Module"
@@ -64,6 +65,7 @@ class PlainStep:
     size: int
     separation: "Callable[[], Separation]"
     updates_on_host: bool = False
+    folder: str | None = None
 
 
 class Separation(NamedTuple):

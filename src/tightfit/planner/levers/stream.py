@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 class Stream(Lever):
     """The blocks at `paths` are streamed, `ahead` of them on their way while one runs.
 
-    `bytes` of weights are in host memory, or in a file on a CPU. `trained`: those that are trained too, which the
-    optimizer updates there.
+    `bytes` of weights are in a file in `folder`; None: in pinned host memory, or on a CPU in a file in the folder for
+    temporary files. `trained`: those that are trained too, which the optimizer updates there.
     """
 
     paths: tuple[str, ...]
     ahead: int
     bytes: int
     trained: bool = False
+    folder: str | None = None
 
     name = "stream"
     title = "stream"
-    summary = "weights of blocks live in pinned host memory (CUDA) or a file (CPU), and come while they are used"
+    summary = "weights of blocks live in pinned host memory or a file, and come while they are used"
     exactness = Exactness.EXACT
     role = Role.WEIGHTS
     on_request = True
@@ -46,14 +47,23 @@ class Stream(Lever):
         found = streamable_weights(step.model, step.blocks, trained=trained) if step.blocks else []
         paths = [path for path, weights in zip(step.blocks, found, strict=True) if weights]
         trained = trained and any(weight.requires_grad for weights in found for weight in weights)
-        return [cls.of(step.model, spread(paths, count), trained=trained) for count in range(1, len(paths) + 1)]
+        chosen = (spread(paths, count) for count in range(1, len(paths) + 1))
+        return [cls.of(step.model, each, trained=trained, folder=step.folder) for each in chosen]
 
     @classmethod
-    def of(cls, model: "nn.Module", paths: Sequence[str], ahead: int = 1, *, trained: bool = False) -> Self:
+    def of(
+        cls,
+        model: "nn.Module",
+        paths: Sequence[str],
+        ahead: int = 1,
+        *,
+        trained: bool = False,
+        folder: str | None = None,
+    ) -> Self:
         """The setting for these blocks of a model."""
         from tightfit.levers.stream import streamed_bytes
 
-        return cls(tuple(paths), ahead, streamed_bytes(model, paths, trained=trained), trained)
+        return cls(tuple(paths), ahead, streamed_bytes(model, paths, trained=trained), trained, folder)
 
     @classmethod
     def why_not(cls, step: PlainStep) -> str | None:
@@ -69,12 +79,13 @@ class Stream(Lever):
         """Nothing is moved before the first forward, or before `settle` of `levers/stream`."""
         from tightfit.levers.stream import install_streams
 
-        return install_streams(model, self.paths, ahead=self.ahead, trained=self.trained)
+        return install_streams(model, self.paths, ahead=self.ahead, tier=self.folder, trained=self.trained)
 
     def sentence(self, choices: "Sequence[BlockChoice]") -> str:
         return (
             f"{len(self.paths)} of {len(choices)} blocks stream {format_bytes(self.bytes)} of "
-            f"{'weights' if self.trained else 'frozen weights'} from the host."
+            f"{'weights' if self.trained else 'frozen weights'} from "
+            f"{'the host' if self.folder is None else f'a file in {self.folder}'}."
         )
 
     @classmethod
@@ -95,7 +106,7 @@ class Stream(Lever):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        return cls(tuple(raw["paths"]), raw["ahead"], raw["bytes"], raw.get("trained", False))
+        return cls(tuple(raw["paths"]), raw["ahead"], raw["bytes"], raw.get("trained", False), raw.get("folder"))
 
     def __str__(self) -> str:
         return f"{len(self.paths)} blocks streamed" if len(self.paths) != 1 else "1 block streamed"
