@@ -124,6 +124,8 @@ Written by `python benchmarks/optimizers.py --page`. Name an optimizer in `train
 | `adamw`, `adamw_fused` | AdamW as PyTorch chooses it, or in one kernel | the reference |
 | `offloaded_adamw`, `offloaded_adamw:0.5` | states (or that share of them, in whole parameters) on the host, which \
 runs the step; gradients leave the device in backward | bit-equal to AdamW on the same device's arithmetic |
+| `offloaded_adamw_fused`, `offloaded_adamw_fused:0.5` | the same with the host's update in one kernel, which passes \
+over its memory once | bit-equal to `adamw_fused` on the host |
 | `training.step_in_backward`, `step_in_backward(...)` | each weight is updated as soon as its gradient is computed, \
 and the gradient is freed | bit-equal to stepping afterwards; excludes clipping and gradient scalers |
 | `adamw_bf16` | bf16 weights, and 16 more bits beside them | bit-equal to AdamW on fp32 weights with the same \

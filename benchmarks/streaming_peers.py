@@ -40,7 +40,7 @@ def asked(row: Mapping[str, Any]) -> list[str] | None:
         return None
     return [
         "plan", "--model", "llama-3.1-8b", "--device", "rtx4090", "--seq-len", str(config["sequence_length"]),
-        "--batch-size", str(config["batch_size"]), "--optimizer", "offloaded_adamw", "--dtype", "bf16",
+        "--batch-size", str(config["batch_size"]), "--optimizer", "offloaded_adamw_fused", "--dtype", "bf16",
         "--levers", "exact,chunked_loss,stream", "--budget", f"{row['figure']:.0f}MiB", "--json",
     ]  # fmt: skip
 

@@ -42,6 +42,7 @@ class OptimizerFacts:
     needs_bf16: bool = False
     rounds: bool = False  # updates of bf16 weights are rounded to nearest, so small ones are lost
     tried_on_cpu: bool = True
+    on_host: bool = False  # states, or a share of them, and their gradients
     steps_in_backward: bool = True
     steps_parts: bool = True  # of a matrix; false: an update of a part needs the rest
     steps_shards: bool = False  # of FSDP2
@@ -93,9 +94,14 @@ OPTIMIZERS = {
     ),
     "offloaded_adamw": OptimizerFacts(
         "AdamW with its states on the host; `offloaded_adamw:0.5` for half of them", "AdamW, states on the host",
-        "tightfit.optim.OffloadedAdamW", state_bytes=(0.0, 0.0), tried=("fp32", "bf16"),
-        tried_on_cpu=False,  # there the host is the device
+        "tightfit.optim.OffloadedAdamW", state_bytes=(0.0, 0.0), on_host=True,
         steps_in_backward=False,  # it has moved its gradients already
+    ),
+    "offloaded_adamw_fused": OptimizerFacts(
+        "the same in one kernel of the host, which passes once over its memory", "fused AdamW, states on the host",
+        "tightfit.optim.OffloadedAdamW", "fused=True", state_bytes=(0.0, 0.0), tried=("fp32", "bf16"), on_host=True,
+        tried_on_cpu=False,  # there the host is the device
+        steps_in_backward=False,
     ),
     "adam": OptimizerFacts("Adam", "Adam", "torch.optim.Adam", changes=None, rounds=True, steps_shards=True),
     "adafactor": OptimizerFacts(
@@ -117,7 +123,7 @@ OPTIMIZERS = {
         steps_shards=True,
     ),
 }  # fmt: skip
-OFFLOADED = "offloaded_adamw"
+OFFLOADED = "offloaded_adamw_fused"
 FLASH = "flash_adamw"
 FOREIGN = {foreign: name for name, facts in OPTIMIZERS.items() for foreign in facts.foreign}
 
@@ -196,12 +202,13 @@ def parse_optimizer(text: str) -> OptimizerName:
         raise ValueError(f"optimizer {text!r} is not known{hint}")
     if not colon:
         return OptimizerName(kind)
-    if kind != OFFLOADED:
-        raise ValueError(f"optimizer {text!r}: only {OFFLOADED} takes a share of states, as in {OFFLOADED}:0.5")
+    if not OPTIMIZERS[kind].on_host:
+        takes = " and ".join(name for name, facts in OPTIMIZERS.items() if facts.on_host)
+        raise ValueError(f"optimizer {text!r}: only {takes} take a share of states, as in {OFFLOADED}:0.5")
     try:
         fraction = float(share)
     except ValueError:
-        raise ValueError(f"optimizer {text!r}: {share!r} is no number: write {OFFLOADED}:0.5") from None
+        raise ValueError(f"optimizer {text!r}: {share!r} is no number: write {kind}:0.5") from None
     if not 0 <= fraction <= 1:
         raise ValueError(f"optimizer {text!r}: the share of the states on the host goes from 0 to 1")
     return OptimizerName(kind, fraction)

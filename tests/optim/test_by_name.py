@@ -94,7 +94,7 @@ def test_a_device_without_the_kernels_is_one_line():
             "optimizer 'offloaded_adamw:1.5': the share of the states on the host goes from 0 to 1",
         ),
         ("offloaded_adamw:half", "optimizer 'offloaded_adamw:half': 'half' is no number: write offloaded_adamw:0.5"),
-        ("adamw:0.5", "optimizer 'adamw:0.5': only offloaded_adamw takes a share of states"),
+        ("adamw:0.5", "optimizer 'adamw:0.5': only offloaded_adamw and offloaded_adamw_fused take a share of states"),
     ],
 )
 def test_a_wrong_name_is_one_line_from_python_and_from_yaml(name, line):

@@ -215,7 +215,8 @@ class LateLink(Link):
         super().__init__(device)
         self.arriving, self.leaving = {}, []
 
-    def to_host(self, tensor):
+    def to_host(self, tensor, target=None):
+        assert target is None, "of a weight in a file"
         target = self.empty_on_host(tensor).fill_(math.nan)
         self.arriving[target.data_ptr()] = LateCopy(target, tensor.clone())
         return target

@@ -14,7 +14,15 @@ from tightfit.tracing.step import trace_step
 from tiny import allocator_peak, decoder, token_batch
 
 TOLERANCE = 0.001
-KINDS = ["adamw_fused", "muon", "muon8bit", "adafactor", "offloaded_adamw", "offloaded_adamw:0.5"]
+KINDS = [
+    "adamw_fused",
+    "muon",
+    "muon8bit",
+    "adafactor",
+    "offloaded_adamw",
+    "offloaded_adamw:0.5",
+    "offloaded_adamw_fused",
+]
 
 
 def in_backward(parameters):

@@ -82,7 +82,7 @@ def test_a_model_without_frozen_blocks_says_why_it_streams_nothing():
     batch = {"x": batch["x"].repeat(512, 1, 1)}
     plain_peak = tightfit.plan(model, batch, "1GiB", **how).plain_peak_bytes
     plan = tightfit.plan(model, batch, plain_peak - 4096, **how)
-    why = "no block has frozen weights of its own: train adapters, or update on the host (offloaded_adamw)"
+    why = "no block has frozen weights of its own: train adapters, or update on the host (offloaded_adamw_fused)"
     assert ("stream", why) in [(each.levers, each.reason) for each in plan.rejected]
 
 

@@ -2,11 +2,12 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import tightfit
 from exactness import assert_bit_equal, run
@@ -21,7 +22,10 @@ from trained_blocks import BLOCKS, built, loss, of_batch
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw fused": partial(torch.optim.AdamW, fused=True),  # its writes are not counted
+    "sgd fused": partial(torch.optim.SGD, lr=0.1, fused=True),
     "offloaded_adamw": OffloadedAdamW,
+    "offloaded_adamw_fused": partial(OffloadedAdamW, fused=True),
 }
 
 
@@ -88,7 +92,7 @@ def test_weights_that_are_written_and_loaded_between_steps_are_those_that_train_
 def test_nothing_stays_in_pytorch_when_the_levers_are_gone():
     model, x = built()
     gc.collect()  # earlier ones
-    before = len(_global_optimizer_pre_hooks)
+    before, after = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     handle = tightfit.stream(model, "layers.*", trained=True)
     assert len(_global_optimizer_pre_hooks) == before + 1
     loss(model, x).backward()
@@ -100,6 +104,7 @@ def test_nothing_stays_in_pytorch_when_the_levers_are_gone():
     del handle
     gc.collect()
     assert len(_global_optimizer_pre_hooks) == before
+    assert len(_global_optimizer_post_hooks) == after
     assert not any(is_streamed(weight) for weight in model.parameters())
 
 

@@ -25,8 +25,8 @@ from tightfit.training.state import TrainingState
 from tightfit.training.stepper import Stepper
 
 OPTIMIZERS = [
-    "adamw", "adamw_fused", "adamw8bit", "flash_adamw", "offloaded_adamw", "offloaded_adamw:0.5", "adam", "muon",
-    "muon8bit", "adafactor", "sgd",
+    "adamw", "adamw_fused", "adamw8bit", "flash_adamw", "offloaded_adamw", "offloaded_adamw:0.5",
+    "offloaded_adamw_fused", "adam", "muon", "muon8bit", "adafactor", "sgd",
 ]  # fmt: skip
 FOR_BF16 = ["adamw_bf16", "adamw_bf16_stochastic", "flash_adamw", "muon8bit", "offloaded_adamw"]
 WIDTH = 80  # a matrix of 6,400 elements: 8-bit states begin at 4,096

@@ -65,3 +65,6 @@ def adamw_step(
         eps=group["eps"],
         maximize=False,
     )
+    if fused:  # that kernel does not count its writes, by which levers and recovery see them
+        written = [*weights, *(state[key] for state in states for key in MOMENTS)]
+        torch.autograd.graph.increment_version(written)

@@ -9,7 +9,7 @@ import torch
 
 from tightfit.errors import InputError
 from tightfit.memory.allocator import memory_of
-from tightfit.names import OFFLOADED, OPTIMIZERS, OptimizerName, parse_optimizer
+from tightfit.names import OPTIMIZERS, OptimizerName, parse_optimizer
 from tightfit.optim import BF16AdamW, FlashAdamW, Muon8bit, MuonWithAdamW, OffloadedAdamW, step_in_backward
 from tightfit.optim.base import FrugalOptimizer
 from tightfit.optim.in_backward import steps_in_backward
@@ -36,6 +36,7 @@ _KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw_bf16_stochastic": partial(BF16AdamW, keeping="stochastic"),
     "flash_adamw": FlashAdamW,
     "offloaded_adamw": OffloadedAdamW,
+    "offloaded_adamw_fused": partial(OffloadedAdamW, fused=True),
     "adam": torch.optim.Adam,
     "muon": MuonWithAdamW,
     "muon8bit": Muon8bit,
@@ -121,7 +122,7 @@ def moves_gradients(optimizer: Any) -> bool:
     """True if an optimizer, or the one of a name, moves gradients to the host as backward makes them."""
     name = _name_of(optimizer)
     if name is not None:
-        return parsed_name(name).kind == OFFLOADED
+        return parsed_name(name).facts.on_host
     return isinstance(optimizer, OffloadedAdamW)
 
 
@@ -132,7 +133,7 @@ def updates_on_host(optimizer: Any, *, on_card: bool) -> bool:
     name = _name_of(optimizer)
     if name is not None:
         parsed = parsed_name(name)
-        return parsed.kind == OFFLOADED and parsed.fraction in (None, 1)
+        return parsed.facts.on_host and parsed.fraction in (None, 1)
     return isinstance(optimizer, OffloadedAdamW) and optimizer.fraction == 1
 
 

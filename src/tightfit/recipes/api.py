@@ -13,7 +13,7 @@ from tightfit.models.adapters import is_adapted, usual_layers
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.loading import build_model, vocabulary_size
-from tightfit.names import OFFLOADED
+from tightfit.names import facts_of
 from tightfit.optim.by_name import parsed_name
 from tightfit.planner.api import describe_batch
 from tightfit.planner.host import host_of
@@ -235,7 +235,7 @@ def _with_streams(shares: Shares, rows: list[Row]) -> list[Row]:
     """
     left = sorted((row for row in rows if not row.outcome.fits), key=lambda row: row.outcome.needed_bytes)
     adapters = [row for row in left if row.recipe.adapter is not None]
-    whole = [row for row in left if row.recipe.optimizer == OFFLOADED]
+    whole = [row for row in left if facts_of(row.recipe.optimizer).on_host]
     tried = [*adapters[-1:], *adapters[:-1][:1], *whole[:1]]
     better = shares.streamed(tried) if tried else {}
     return [better.get(row.recipe, row) for row in rows]

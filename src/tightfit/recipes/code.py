@@ -340,7 +340,7 @@ def _model(recipe: Recipe, moved: bool) -> str:
             ")",
             "model = peft.get_peft_model(model, lora)",
         ]
-    if moved or recipe.optimizer.startswith("offloaded"):
+    if moved or facts_of(recipe.optimizer).on_host:
         # An optimizer is made over parameters that lie on their device already.
         lines.append('model.to("cuda" if torch.cuda.is_available() else "cpu")')
     return _lines([*lines, "model.train()"])

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from tightfit.names import FEW_BITS, OFFLOADED, facts_of, parse_optimizer
+from tightfit.names import FEW_BITS, facts_of, parse_optimizer
 from tightfit.training.config.schema import AdapterConfig
 from tightfit.units import format_bytes
 
@@ -67,7 +67,7 @@ class Recipe:
     @property
     def frees_gradients(self) -> bool:
         """True if each gradient is used up in backward: by its update, or on the way to states on the host."""
-        return self.step_in_backward or parse_optimizer(self.optimizer).kind == OFFLOADED
+        return self.step_in_backward or facts_of(self.optimizer).on_host
 
     @property
     def changed(self) -> tuple[str, ...]:

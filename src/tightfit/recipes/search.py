@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.errors import BudgetError, CannotFit
 from tightfit.levers.stream import streamable_weights
-from tightfit.names import OFFLOADED, parse_optimizer
+from tightfit.names import facts_of
 from tightfit.optim.by_name import updates_on_host
 from tightfit.planner.api import as_plan, levers_of
 from tightfit.planner.blocks.find import find_blocks
@@ -153,7 +153,7 @@ class RecipeSearch:
         return shared.steps[optimizer]
 
     def of_recipe(self, search: Search, recipe: Recipe) -> Found:
-        if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
+        if facts_of(recipe.optimizer).on_host:
             return self.offloaded(search, recipe)
         step = self.whole_step(recipe)
         plain = step.plain
@@ -216,7 +216,7 @@ class RecipeSearch:
     def last_resort(self, found: Found) -> Found:
         """A recipe that does not fit, with the levers of least memory, which take many traces to find."""
         recipe = found.recipe
-        if parse_optimizer(recipe.optimizer).kind == OFFLOADED:
+        if facts_of(recipe.optimizer).on_host:
             return found
         step, shared = self.whole_step(recipe), self.shared_step(recipe)
         search = shared.search
@@ -318,7 +318,7 @@ class RecipeSearch:
         # The plain step is known; a trace of it would say the same again.
         search = self.whole_search(recipe, self.shared_step(recipe).search, self.whole_step(recipe).plain.trace)
         search.routing_matters = search.plain.peak_depends_on_data
-        if parse_optimizer(recipe.optimizer).kind == OFFLOADED and not search.routing_matters:
+        if facts_of(recipe.optimizer).on_host and not search.routing_matters:
             whole = candidate  # it was traced as the whole step when it was found
         else:
             whole = search.trace_applied(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from tightfit.names import OFFLOADED, parse_optimizer
+from tightfit.names import facts_of
 from tightfit.planner.levers import Stream
 from tightfit.planner.search.bisection import Convex, Lines, Range, corrected_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
@@ -40,7 +40,7 @@ def with_sizes(search: RecipeSearch, found: Found, *, confirm: bool) -> Found:
         longest, largest = _streamed_sizes(search, found.recipe, dimensions, confirm=confirm)
         return replace(found, outcome=replace(found.outcome, longest_sequence=longest, largest_batch=largest))
     shared, step = search.shared_step(found.recipe), None
-    if parse_optimizer(found.recipe.optimizer).kind == OFFLOADED:  # traced whole, so it is not joined to confirm a size
+    if facts_of(found.recipe.optimizer).on_host:  # traced whole, so it is not joined to confirm a size
         part = shared.search.whole(candidate.combination, candidate.policies, candidate.joined)
         beside = max(0, candidate.peak_bytes - part.peak_bytes)
     else:

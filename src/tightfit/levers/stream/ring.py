@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.errors import LeverError
 from tightfit.levers.activity import offload, simulators
@@ -153,7 +154,11 @@ class Ring:
         self.window: Window | None = None
         self._tier: Tier | None = None
         if trained:
-            weakref.finalize(self, register_optimizer_step_pre_hook(refuse_update).remove)
+            for hook in (
+                register_optimizer_step_pre_hook(refuse_update),
+                register_optimizer_step_post_hook(note_updates),
+            ):
+                weakref.finalize(self, hook.remove)
 
     def add(self, number: int, tensors: Iterable[torch.Tensor]) -> None:
         """Add a block. Its weights stay where they are until the ring is first used."""
@@ -354,14 +359,31 @@ class Ring:
             self.add(number, tensors)
 
 
+_versions = WeakIdKeyDictionary()  # of streamed weights, as an optimizer that steps now found them
+
+
 def refuse_update(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise `LeverError` for an optimizer that would update streamed weights on a device where they are not."""
-    weights = (weight for group in optimizer.param_groups for weight in group["params"] if is_streamed(weight))
-    for weight in weights:
+    for weight in _streamed_weights(optimizer):
         gradient = weight.grad
+        _versions[weight] = weight._version
         if gradient is None or isinstance(gradient, HostGradient) or gradient.device == weight.device:
             continue
         raise LeverError(
             f"stream: {type(optimizer).__name__} updates weights on {gradient.device}, and streamed ones are on the "
             "host: train them with tightfit.optim.OffloadedAdamW (fraction=1)"
         )
+
+
+def note_updates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Count the update of each streamed weight as a write, so that it is brought back to the host.
+
+    PyTorch's fused optimizers, and others' kernels, write weights without counting it.
+    """
+    for weight in _streamed_weights(optimizer):
+        if weight.grad is not None and _versions.pop(weight, None) == weight._version:
+            torch.autograd.graph.increment_version(weight)
+
+
+def _streamed_weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"] if is_streamed(weight)]

@@ -69,7 +69,7 @@ class Stream(Lever):
     def why_not(cls, step: PlainStep) -> str | None:
         if cls.settings(step):
             return None
-        return "no block has frozen weights of its own: train adapters, or update on the host (offloaded_adamw)"
+        return "no block has frozen weights of its own: train adapters, or update on the host (offloaded_adamw_fused)"
 
     @classmethod
     def refusal(cls, device: "DeviceSpec") -> str | None:

@@ -275,9 +275,9 @@ class TrainingConfig(Section):
     optimizer: Annotated[str, BeforeValidator(_as_optimizer), AfterValidator(_known_optimizer)] = "adamw"
     """adamw (on bf16 weights adamw_bf16_stochastic), adamw_fused, adamw8bit, adamw4bit, adamw_bf16,
     adamw_bf16_stochastic, flash_adamw, offloaded_adamw (all of its states on the host, or a share:
-    `offloaded_adamw:0.5`), adam, muon, muon8bit, adafactor or sgd: see optimizers.md. Any other one by its class,
-    `module:Class`, or `{class: module:Class, betas: [0.9, 0.99]}` with arguments; `lr` and `weight_decay` among them
-    are the keys of this section."""
+    `offloaded_adamw:0.5`), offloaded_adamw_fused, adam, muon, muon8bit, adafactor or sgd: see optimizers.md. Any other
+    one by its class, `module:Class`, or `{class: module:Class, betas: [0.9, 0.99]}` with arguments; `lr` and
+    `weight_decay` among them are the keys of this section."""
     step_in_backward: bool = False
     """Update each weight as soon as its gradient is computed, and free the gradient; needs `grad_clip: null` and no
     fp16."""
