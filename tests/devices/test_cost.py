@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from tightfit.devices.cost import CostModel, interpolate
+from tightfit.devices.described import with_host
+from tightfit.devices.present import lookup
 from tightfit.devices.spec import AttentionPoint
+from tightfit.runtime.simulation import host_memory, simulation
 from tightfit.tracing.shapes import TensorShape
 
 
@@ -162,3 +165,16 @@ def test_attention_of_a_measured_width_takes_what_was_measured(spec):
         assert found == pytest.approx(4 * 1024**2 * point.seconds_per_score)
     assert attention_seconds(measured, 1024, width=96) == pytest.approx(4 * 1024**2 * 5.5e-9)
     assert attention_seconds(measured, 1024, width=256) == pytest.approx(4 * 1024**2 * 8e-9)
+
+
+def test_a_fused_update_on_the_host_takes_its_own_measured_rate(monkeypatch):
+    """Other work there takes that of a sum; and so does the update, where somebody names another host."""
+    monkeypatch.setattr(simulation, "card", object())
+    weights = TensorShape((1000,), (1,), torch.float32)
+    measured = replace(lookup("rtx4090"), host_bytes_per_second=1e6, host_update_bytes_per_second=2e6)
+    named = with_host(measured, "bandwidth=0.004GB/s")
+    with host_memory():
+        for spec, update, rest in ((measured, 0.014, 0.012), (named, 0.007, 0.003)):
+            cost = CostModel(spec).operator_seconds
+            assert cost("aten._fused_adamw_.default", [weights] * 4, []) == pytest.approx(update)
+            assert cost("aten.add.Tensor", [weights] * 2, [weights]) == pytest.approx(rest)

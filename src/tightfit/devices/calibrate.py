@@ -27,7 +27,7 @@ from tightfit.devices.calls import (
     stream_call,
     stream_cases,
 )
-from tightfit.devices.cuda_figures import host_rate, link_rates, workspaces
+from tightfit.devices.cuda_figures import host_rates, link_rates, workspaces
 from tightfit.devices.families import UNITS, WorkUnit
 from tightfit.devices.fresh_memory import fresh_memory
 from tightfit.devices.in_steps import StepTimes
@@ -129,7 +129,7 @@ def _figures_of_cuda() -> dict[str, Any]:
         "workspace_bytes": workspaces(),
         **_host_figures("cuda", "launch_seconds"),
         "link_bytes_per_second": link_rates(),
-        "host_bytes_per_second": host_rate(),
+        **host_rates(),
         "host": "measured",
     }
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tightfit.devices.clocks import Seconds
-from tightfit.devices.families import UNITS, Family, WorkUnit
+from tightfit.devices.families import UNITS, Family, WorkUnit, base_name
 from tightfit.devices.roofline import RooflineLaw
 from tightfit.devices.spec import AttentionPoint, Curve, DeviceSpec
 from tightfit.devices.work import (
@@ -61,7 +61,8 @@ class CostModel:
         work = work_of(name, inputs, outputs, arguments)
         if simulation.host and simulation.of_cuda:
             moved = 0 if work.family is Family.FREE else work.bytes
-            return Seconds.of(host=moved / self.spec.host_bytes_per_second, device=0.0)
+            measured = self.spec.host_update_bytes_per_second if base_name(name).startswith("_fused_adam") else None
+            return Seconds.of(host=moved / (measured or self.spec.host_bytes_per_second), device=0.0)
         return self.seconds(work)
 
     def seconds(self, work: Work) -> float:

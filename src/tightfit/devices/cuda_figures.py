@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
+from torch.optim.adamw import adamw
 
 from tightfit.devices.room import NoRoom, largest_that_fits
 from tightfit.devices.timing import Call, fastest
@@ -13,6 +14,7 @@ SECONDS = 0.3  # for each of the measurements
 ROUNDS = 10
 LINK_BYTES = 2**28
 HOST_NUMBERS = 2**24  # of each tensor of the host: many times what caches hold
+UPDATE_PASSES = 7  # it reads weight, gradient and two moments, and writes all but the gradient
 PRODUCT_SIDE = 1024
 # Batch, heads, length, width of the attention whose scratch memory is measured.
 ATTENTION_SHAPE = (1, 32, 1024, 128)
@@ -36,11 +38,27 @@ def link_rates() -> dict[str, float]:
     return {name: size / spent for name, spent in seconds.items()}
 
 
-def host_rate() -> float:
-    """Bytes per second at which the host works in its own memory: of a sum, as McCalpin's STREAM adds."""
-    first, second, total = (torch.ones(HOST_NUMBERS) for _ in range(3))
-    seconds = fastest({"add": lambda: torch.add(first, second, out=total)}, "cpu", SECONDS, ROUNDS)
-    return 3 * total.nbytes / seconds["add"]
+def host_rates() -> dict[str, float]:
+    """Bytes per second at which the host works in its own memory, by their names in a spec: of a sum, as McCalpin's
+    STREAM adds, and of PyTorch's fused AdamW.
+    """
+    first, second, total, weights = (torch.ones(HOST_NUMBERS) for _ in range(4))
+    step = torch.tensor(0.0)
+
+    def update() -> None:
+        lists = [[each] for each in (weights, first, second, total)]
+        adamw(
+            *lists, [], [step], foreach=False, fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-3,
+            weight_decay=1e-2, eps=1e-8, maximize=False,
+        )  # fmt: skip
+
+    calls: dict[str, Call] = {"add": lambda: torch.add(first, second, out=total), "update": update}
+    with torch.no_grad():
+        seconds = fastest(calls, "cpu", SECONDS, ROUNDS)
+    return {
+        "host_bytes_per_second": 3 * total.nbytes / seconds["add"],
+        "host_update_bytes_per_second": UPDATE_PASSES * total.nbytes / seconds["update"],
+    }
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Call:

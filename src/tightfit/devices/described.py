@@ -136,7 +136,12 @@ def with_host(spec: DeviceSpec, text: str) -> DeviceSpec:
             f"host {text!r}: {spec.name} is the host itself: leave --host out, or name a card with --device"
         )
     if host.bytes_per_second is not None:
-        spec = replace(spec, host_bytes_per_second=host.bytes_per_second, host=host.words)
+        spec = replace(
+            spec,
+            host_bytes_per_second=host.bytes_per_second,
+            host=host.words,
+            host_update_bytes_per_second=None,
+        )
     return replace(spec, drive_bytes_per_second=host.drive_bytes_per_second or spec.drive_bytes_per_second)
 
 

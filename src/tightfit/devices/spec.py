@@ -108,7 +108,7 @@ class DeviceSpec:
     - `link_bytes_per_second`: between host and device, by kind of host memory (`"pinned"`, `"pageable"`).
     - `disturbed_by`: the load during the measurement; empty if the device was quiet.
     - `host_bytes_per_second`: on CUDA, how fast the host works in its own memory: an update of weights there. `host`
-      says whose figure that is; empty: assumed.
+      says whose figure that is; empty: assumed. `host_update_bytes_per_second` is that of a fused update, if measured.
     - `drive_bytes_per_second`: how fast the host's drive is read, as somebody said it; None: nobody did.
     - `scaled_from`: whose figures these are, where the present device was not measured yet; else empty.
     """
@@ -139,6 +139,7 @@ class DeviceSpec:
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     host: str = ""
     drive_bytes_per_second: float | None = None
+    host_update_bytes_per_second: float | None = None
 
     @property
     def host_seconds(self) -> float:
@@ -216,7 +217,15 @@ class DeviceSpec:
 
 
 _LATER = frozenset(
-    {"captured_seconds", "in_steps", "scaled_from", "host_bytes_per_second", "host", "drive_bytes_per_second"}
+    {
+        "captured_seconds",
+        "in_steps",
+        "scaled_from",
+        "host_bytes_per_second",
+        "host",
+        "drive_bytes_per_second",
+        "host_update_bytes_per_second",
+    }
 )  # figures that files of earlier versions lack
 
 
@@ -249,7 +258,7 @@ def _figures(spec: DeviceSpec) -> list[float]:
         *coefficients,
         spec.launch_seconds,
         spec.host_bytes_per_second,
-        *((spec.drive_bytes_per_second,) if spec.drive_bytes_per_second is not None else ()),
+        *(rate for rate in (spec.drive_bytes_per_second, spec.host_update_bytes_per_second) if rate is not None),
         *spec.workspace_bytes.values(),
         *spec.link_bytes_per_second.values(),
         *((spec.sm_count,) if spec.sm_count is not None else ()),
