@@ -184,14 +184,36 @@ def page(record: dict[str, Any]) -> str:
     """docs/what_fits.md."""
     results, many, images = record["results"], record.get("many_cards", []), record.get("images", [])
     rewards = record.get("rewards", [])
-    commits = " and ".join(dict.fromkeys(row["commit"][:10] for row in [*results, *images, *rewards, *many]))
+    commits = ", ".join(dict.fromkeys(row["commit"][:10] for row in [*results, *images, *rewards, *many]))
     head = PAGE.format(torch=record["environment"]["versions"]["torch"], commit=commits, rows=ROWS)
     return (
         head
+        + section_of_streams(results)
         + "".join(map(section, [*results, *images]))
         + "".join(section_of_rewards(*pair) for pair in enumerate(rewards))
         + "".join(map(section_of_many, many))
     )
+
+
+def section_of_streams(results: list[dict[str, Any]]) -> str:
+    """What weights that stream from the host add to the recipes that fit, pair by pair."""
+    lines = []
+    for row in results:
+        fitting = [recipe for recipe in row["recipes"] if recipe["fits"]]
+        streamed = [recipe for recipe in fitting if recipe.get("streamed_blocks")]
+        if streamed:
+            host = min(recipe["host_peak_bytes"] for recipe in streamed)
+            fastest = max(recipe["tokens_per_second"] for recipe in streamed)
+            lines.append(
+                f"| {row['model']} | {row['device'].partition(',')[0]}, {row['gigabytes']} GB "
+                f"| {len(fitting) - len(streamed)} | {len(fitting)} | {host / GIB:.1f} GiB | {fastest:,.0f} |\n"
+            )
+    return (
+        "\n## What streamed weights add\n\nRecipes that fit with all weights on the card, and with those whose weights "
+        "stream from the host too: three are tried of each pair. The last columns are of those that stream.\n\n"
+        "| model | card | weights on the card | and streamed | host, from | tokens/s, up to |\n"
+        "|---|---|---|---|---|---|\n"
+    ) + "".join(lines)
 
 
 def section_of_rewards(number: int, row: dict[str, Any]) -> str:

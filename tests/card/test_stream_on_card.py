@@ -16,6 +16,7 @@ from adapted_blocks import KINDS, built, loss, of_batch
 from exactness import assert_bit_equal, run
 from tightfit.errors import LeverError
 from tightfit.levers.stream import lever, tiers
+from tightfit.memory.disk import DiskStore
 from tightfit.optim import OffloadedAdamW
 from tightfit.runtime.streams import CudaStreams
 
@@ -59,11 +60,12 @@ def test_every_base_is_bit_equal_over_several_steps(kind, ahead):
 
 
 @pytest.mark.keeps("streamed-file-on-card")
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize(("ahead", "is_cached"), [(0, True), (1, True), (1, False), (2, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_from_a_file_are_bit_equal_over_several_steps(kind, ahead, tmp_path, monkeypatch):
-    """Each comes in many pieces, through more turns of the pinned buffers than there are."""
-    monkeypatch.setattr(tiers, "STAGE_BYTES", 1000)
+def test_weights_from_a_file_are_bit_equal_over_several_steps(kind, ahead, is_cached, tmp_path, monkeypatch):
+    """Each comes in many pieces, through more turns of the pinned buffers than there are; also past the file cache."""
+    monkeypatch.setattr(tiers, "STAGE_BYTES", 1000 if is_cached else 4096)
+    monkeypatch.setattr(DiskStore, "used_bytes", 0 if is_cached else 1 << 60)
 
     def levers(model):
         return tightfit.stream(model, "layers.*", ahead=ahead, tier=tmp_path)

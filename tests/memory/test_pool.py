@@ -1,7 +1,9 @@
 """A pool hands out buffers of exact size, uses them again, and stays within its bound."""
 
+import ctypes
 import errno
 import gc
+import mmap
 import os
 from itertools import pairwise
 
@@ -78,6 +80,35 @@ def test_space_at_the_end_goes_back_to_the_disk(store):
 def test_the_file_has_no_name(store, tmp_path):
     store.allocate(500)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("has_way", [True, False])
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_000])
+def test_bytes_past_the_file_cache_are_the_ones_that_were_written(nbytes, has_way, tmp_path, monkeypatch):
+    """Also where the file system has no such way, and of bytes that begin within a page."""
+    store = DiskStore(tmp_path)
+    if not has_way:
+        monkeypatch.setattr("os.O_DIRECT", 1 << 30, raising=False)
+        real = os.open
+        monkeypatch.setattr(
+            "os.open", lambda path, flags, *rest: refused() if flags & 1 << 30 else real(path, flags, *rest)
+        )
+
+    def refused():
+        raise OSError(errno.EINVAL, "no such way")
+
+    store.allocate(8192)
+    extent = store.allocate(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    source = os.urandom(nbytes)
+    kept = ctypes.create_string_buffer(source, nbytes)
+    store.write(ByteRange(extent.start, nbytes), ctypes.addressof(kept))
+    pages = mmap.mmap(-1, extent.nbytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    store.read_past_cache(ByteRange(extent.start, nbytes), address)
+    assert pages[:nbytes] == source
+    if nbytes > 10:
+        store.read_past_cache(ByteRange(extent.start + 3, nbytes - 3), address)
+        assert pages[: nbytes - 3] == source[3:]
 
 
 def test_a_disk_that_fills_up_is_a_no_and_other_trouble_is_raised(pool, monkeypatch):

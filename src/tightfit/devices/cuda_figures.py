@@ -46,9 +46,8 @@ def host_rates() -> dict[str, float]:
     step = torch.tensor(0.0)
 
     def update() -> None:
-        lists = [[each] for each in (weights, first, second, total)]
         adamw(
-            *lists, [], [step], foreach=False, fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-3,
+            [weights], [first], [second], [total], [], [step], foreach=False, fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-3,
             weight_decay=1e-2, eps=1e-8, maximize=False,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,6 +128,12 @@ class DiskStore:
         self._holes: list[ByteRange] = []  # free extents, sorted by start; adjacent ones are merged
         self._left: deque[ByteRange] = deque()  # of maps that are gone; the collector may add one at any moment
         self._fd = self._open()
+        self._direct: int | None = None  # the same file, past the cache; -1: the file system has no such way
+
+    @property
+    def used_bytes(self) -> int:
+        """The length of the file."""
+        return self._end
 
     def _free_bytes(self) -> int:
         try:
@@ -207,6 +214,30 @@ class DiskStore:
             count = os.preadv(self._fd, [target[done:]], extent.start + done)
             assert count > 0, "an extent lies within the file"
             done += count
+
+    def read_past_cache(self, extent: ByteRange, address: int) -> None:
+        """The same, past the system's file cache, to an address with room for whole pages. What is not at the beginning
+        of a page, in the file or in memory, goes through the cache.
+        """
+        if extent.start % mmap.PAGESIZE or address % mmap.PAGESIZE or self._past_cache() < 0:
+            self.read(extent, address)
+            return
+        whole = -(-extent.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        target = memoryview(_bytes_at(address, whole))
+        done = 0
+        while done < extent.nbytes:
+            count = os.preadv(self._past_cache(), [target[done:]], extent.start + done)
+            assert count > 0, "an extent lies within the file"
+            done += count
+
+    def _past_cache(self) -> int:
+        if self._direct is None:
+            self._direct = -1
+            if hasattr(os, "O_DIRECT"):  # Linux, where an open file has a name of this kind
+                with suppress(OSError):  # of a file system in memory
+                    self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECT)
+                    weakref.finalize(self, os.close, self._direct)
+        return self._direct
 
     def read_soon(self, extent: ByteRange) -> None:
         """Have the system read the extent's bytes into its file cache, without waiting for them."""

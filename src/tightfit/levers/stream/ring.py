@@ -217,8 +217,10 @@ class Ring:
         if self._tier is None:
             if self.device.type == "cpu":
                 self._tier = FileTier(self.folder)
+            elif self.folder is None:
+                self._tier = PinnedTier(self.device)
             else:
-                self._tier = PinnedTier(self.device) if self.folder is None else FileToCard(self.folder, self.device)
+                self._tier = FileToCard(self.folder, self.device, written=self.trained)
         return self._tier
 
     @property

@@ -112,15 +112,18 @@ class FileToCard(FileTier):
     """Weights of a CUDA device's blocks, in an unnamed file in `folder`.
 
     A thread reads them into a few pinned buffers, in turns, and begins their copies. So the host's memory has these
-    buffers, whatever the weights take, and the computing thread waits for no read that began early enough.
+    buffers, whatever the weights take, and the computing thread waits for no read that began early enough. What the
+    file cache has no room for is read past it: it would be gone from there before it is read again. Weights that are
+    `written` go through the cache, since both ways do not mix.
     """
 
-    def __init__(self, folder: str | Path, device: torch.device):
+    def __init__(self, folder: str | Path, device: torch.device, *, written: bool):
         super().__init__(folder)
         self._streams = CudaStreams(device)
         self._lane = self._streams.new()
         pinned = PinnedStore(STAGES * STAGE_BYTES)
         self._stages = itertools.cycle(list(_stages(pinned)))
+        self._is_cached: bool | None = True if written else None
         self._reader = ThreadPoolExecutor(1, "tightfit-stream")  # one: blocks come in their order
         weakref.finalize(self, self._reader.shutdown, wait=False)
 
@@ -139,6 +142,9 @@ class FileToCard(FileTier):
         """In the reading thread: read all, and begin the copies, behind the event after which the memory is theirs."""
         streams = self._streams
         streams.wait(self._lane, given)
+        if self._is_cached is None:
+            self._is_cached = self._store.used_bytes <= psutil.virtual_memory().available
+        read = self._store.read if self._is_cached else self._store.read_past_cache
         for storage, kept in targets:
             flat = flat_over(storage, kept.extent.nbytes)
             for start in range(0, kept.extent.nbytes, STAGE_BYTES):
@@ -146,7 +152,7 @@ class FileToCard(FileTier):
                 stage = next(self._stages)
                 if IN in stage.uses:
                     streams.finish(stage.uses[IN])  # the copy of what it held before
-                self._store.read(ByteRange(kept.extent.start + start, count), stage.bytes.data_ptr())
+                read(ByteRange(kept.extent.start + start, count), stage.bytes.data_ptr())
                 streams.copy(self._lane, (flat[start : start + count], stage.bytes[:count]))
                 stage.uses[IN] = streams.mark(self._lane)
         return streams.mark(self._lane)
