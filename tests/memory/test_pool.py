@@ -5,11 +5,14 @@ import errno
 import gc
 import mmap
 import os
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from tightfit.errors import LeverError, OutputError
+from tightfit.memory import disk
 from tightfit.memory.disk import ByteRange, DiskStore
 from tightfit.memory.pool import BufferPool, named_pools
 
@@ -80,6 +83,30 @@ def test_space_at_the_end_goes_back_to_the_disk(store):
 def test_the_file_has_no_name(store, tmp_path):
     store.allocate(500)
     assert not list(tmp_path.iterdir())
+
+
+def test_files_go_to_a_disk_where_the_folder_for_temporary_files_is_memory(tmp_path, monkeypatch):
+    """Unless somebody named that folder."""
+    mounts, memory, lasting = tmp_path / "mounts", tmp_path / "memory", os.stat("/var/tmp").st_dev
+    memory.mkdir()
+    device = os.stat(memory).st_dev
+    line = "36 35 {}:{} / /somewhere rw,noatime shared:1 - {} none rw\n"
+    monkeypatch.setattr(disk, "MOUNTS", mounts)
+    monkeypatch.setattr(tempfile, "tempdir", str(memory))
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    mounts.write_text(line.format(os.major(device), os.minor(device), "ext4"))
+    assert disk.temporary_folder() == memory
+    mounts.write_text(line.format(os.major(device), os.minor(device), "tmpfs"))
+    assert disk.is_in_memory(memory)
+    assert disk.temporary_folder() == (memory if lasting == device else Path("/var/tmp"))
+    monkeypatch.setattr(disk, "is_in_memory", lambda folder: folder == memory)
+    assert disk.temporary_folder() == Path("/var/tmp")
+    monkeypatch.setenv("TMPDIR", str(memory))
+    assert disk.temporary_folder() == memory
+    mounts.unlink()
+    monkeypatch.undo()
+    assert not disk.is_in_memory(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("has_way", [True, False])

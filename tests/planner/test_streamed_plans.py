@@ -10,7 +10,7 @@ from adapted_blocks import built, of_batch
 from exactness import assert_bit_equal, run
 from tightfit.devices.described import with_host
 from tightfit.devices.present import lookup
-from tightfit.errors import CannotFit
+from tightfit.errors import CannotFit, LeverError
 from tightfit.memory.allocator import measured_peak
 from tightfit.memory.disk import DiskStore
 from tightfit.planner.levers import Stream
@@ -112,6 +112,9 @@ def test_weights_for_which_the_host_has_no_room_stream_from_a_file(tmp_path, mon
     assert tightfit.Plan.from_dict(plan.to_dict()) == plan
     with pytest.raises(CannotFit, match="of host memory cannot fit"):
         on_a_card(host_budget=1 << 30)
+    monkeypatch.setattr("tightfit.planner.request.is_in_memory", lambda folder: True)
+    with pytest.raises(LeverError, match=r"is in memory itself, .*: name a folder on a disk \(offload_folder\)"):
+        on_a_card(host_budget=pinned.host_peak_bytes - 1, offload_folder=str(tmp_path))
 
 
 def test_a_drive_is_as_fast_as_the_host_says(monkeypatch):

@@ -47,8 +47,8 @@ def host_rates() -> dict[str, float]:
 
     def update() -> None:
         adamw(
-            [weights], [first], [second], [total], [], [step], foreach=False, fused=True, amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-3,
-            weight_decay=1e-2, eps=1e-8, maximize=False,
+            [weights], [first], [second], [total], [], [step], foreach=False, fused=True, amsgrad=False, beta1=0.9,
+            beta2=0.999, lr=1e-3, weight_decay=1e-2, eps=1e-8, maximize=False,
         )  # fmt: skip
 
     calls: dict[str, Call] = {"add": lambda: torch.add(first, second, out=total), "update": update}

@@ -36,6 +36,35 @@ def unwritable(path: Path, error: OSError) -> OutputError:
     return OutputError(f"{path}: cannot be written: {error.strerror or error}: {todo}")
 
 
+def temporary_folder() -> Path:
+    """The system's folder for temporary files, or the one that outlives a restart (`/var/tmp`) where the first is in
+    memory and nobody named it: what goes to a file is to leave memory.
+    """
+    folder, lasting = Path(tempfile.gettempdir()), Path("/var/tmp")
+    is_named = any(os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
+    if is_named or not is_in_memory(folder) or is_in_memory(lasting) or not os.access(lasting, os.W_OK):
+        return folder
+    return lasting
+
+
+def is_in_memory(folder: Path) -> bool:
+    """True if a folder's file system is in memory (Linux; False where nobody says so)."""
+    try:
+        device = os.stat(folder).st_dev
+        mounts = MOUNTS.read_text("utf-8", "surrogateescape")
+    except OSError:
+        return False
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():  # proc(5): number, parent, major:minor, ..., a dash, the type
+        of_mount, _, of_system = line.partition(" - ")
+        if of_mount.split()[2:3] == [wanted] and of_system.split()[:1] in (["tmpfs"], ["ramfs"]):
+            return True
+    return False
+
+
+MOUNTS = Path("/proc/self/mountinfo")
+
+
 class ByteRange(NamedTuple):
     """A range of bytes in the file."""
 
@@ -109,14 +138,14 @@ _drives: dict[int, float] = {}  # by file system
 class DiskStore:
     """Mutable: an unnamed file in `folder`, at most `budget_bytes` long.
 
-    `folder` None is the system's folder for temporary files (`TMPDIR`). `budget_bytes` None is half of the free space.
-    `user` is the lever that errors name.
+    `folder` None is the system's folder for temporary files (`temporary_folder`). `budget_bytes` None is half of the
+    free space. `user` is the lever that errors name.
     Raises `OutputError` if no file can be made in the folder, and `LeverError` if the budget exceeds the free space.
     """
 
     def __init__(self, folder: str | Path | None = None, budget_bytes: int | None = None, *, user: str = "offload"):
         self.user = user
-        self.folder = Path(folder) if folder is not None else Path(tempfile.gettempdir())
+        self.folder = Path(folder) if folder is not None else temporary_folder()
         free_bytes = self._free_bytes()
         if budget_bytes is not None and budget_bytes > free_bytes:
             raise LeverError(

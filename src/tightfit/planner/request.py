@@ -1,10 +1,10 @@
 """The planner's request: the arguments of `tightfit.plan` and what they mean; and the dry runs of it."""
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from tightfit.levers.micro_batch import as_parts, as_tensors, inseparable_sample
 from tightfit.levers.offload import HostStore, OffloadSettings, positive_bytes
 from tightfit.levers.recompute import Policy
 from tightfit.levers.stream import rings_on
-from tightfit.memory.disk import disk_rates, drive_rate
+from tightfit.memory.disk import disk_rates, drive_rate, is_in_memory, temporary_folder
 from tightfit.names import optimizer_in_words
 from tightfit.optim.by_name import optimizer_over, updates_on_host
 from tightfit.planner.apply import apply_levers
@@ -241,7 +241,15 @@ class Request:
         folder = None if self.offload.folder is None else str(self.offload.folder)
         if self.device.kind == "cpu":
             return folder
-        return (folder or tempfile.gettempdir()) if self.weights_in_file else None
+        if not self.weights_in_file:
+            return None
+        place = Path(folder) if folder is not None else temporary_folder()
+        if is_in_memory(place):
+            raise LeverError(
+                f"stream: {place} is in memory itself, and host_budget has no room for the weights there: name a "
+                "folder on a disk (offload_folder)"
+            )
+        return str(place)
 
     @property
     def shards_leave(self) -> bool:

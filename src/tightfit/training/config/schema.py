@@ -397,7 +397,7 @@ class MemoryConfig(Section):
     offload_folder: str | None = None
     """Folder of the unlinked file to which the lever `offload` moves a CPU's activations, and of the one that streamed
     weights are in: on a CPU, and on CUDA where `host_budget` has no room for them in memory; null: the system's folder
-    for temporary files (`TMPDIR`)."""
+    for temporary files (`TMPDIR`; `/var/tmp` where that is in memory)."""
     offload_budget: Annotated[int | str | None, AfterValidator(_readable_size)] = None
     """Most bytes offloaded at once: bytes, `4GiB`, `4GB`; null: half of the folder's free space, or on CUDA half of the
     host's free memory, which holds the activations there."""
