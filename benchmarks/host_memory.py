@@ -28,6 +28,7 @@ import tightfit
 from environment import environment
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.counters import highest_rss, this_process
+from tightfit.memory.disk import temporary_folder
 from tightfit.memory.process import give_back_at_once
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
@@ -81,6 +82,28 @@ _CARD: dict[str, dict[str, Any]] = {
         "optimizer": "offloaded_adamw",
     },
     "frozen blocks streamed to a card": {"card": True, "model": _WIDE, "frozen": "layers.", "streamed": "layers.*"},
+    "frozen blocks streamed to a card from a file": {
+        "card": True,
+        "model": _WIDE,
+        "frozen": "layers.",
+        "streamed": "layers.*",
+        "from_file": True,
+    },
+    "trained blocks streamed to a card": {
+        "card": True,
+        "model": _WIDE,
+        "optimizer": "offloaded_adamw",
+        "streamed": "layers.*",
+        "trained": True,
+    },
+    "trained blocks streamed to a card from a file": {
+        "card": True,
+        "model": _WIDE,
+        "optimizer": "offloaded_adamw_fused",
+        "streamed": "layers.*",
+        "trained": True,
+        "from_file": True,
+    },
 }
 
 
@@ -103,9 +126,11 @@ def run(case: Mapping[str, Any]) -> dict[str, Any]:
     budget = case.get("budget")
     found: Any
     if "streamed" in case:
-        with tightfit.stream(model, case["streamed"]):
+        tier = str(temporary_folder()) if case.get("from_file") else None
+        streamed: dict[str, Any] = {"pattern": case["streamed"], "trained": case.get("trained", False), "tier": tier}
+        with tightfit.stream(model, **streamed):
             found = tightfit.estimate(model, batch, **how)
-        levers = tightfit.stream(model, case["streamed"], device=device)
+        levers = tightfit.stream(model, device=device, **streamed)
     elif budget is None:
         found, levers = tightfit.estimate(model, batch, **how), nullcontext()
     else:
@@ -117,7 +142,8 @@ def run(case: Mapping[str, Any]) -> dict[str, Any]:
         return model(**batch).loss
 
     with levers, _watched(card) as watch:
-        model.to(device)
+        if "streamed" not in case:  # which has moved what stays there
+            model.to(device)
         optimizer = build_optimizer(name, model.parameters())
         on_device = {key: value.to(device) for key, value in batch.items()}
         parts = as_parts(split_batch(on_device, count), loss)

@@ -41,7 +41,7 @@ def asked(row: Mapping[str, Any]) -> list[str] | None:
     return [
         "plan", "--model", "llama-3.1-8b", "--device", "rtx4090", "--seq-len", str(config["sequence_length"]),
         "--batch-size", str(config["batch_size"]), "--optimizer", "offloaded_adamw_fused", "--dtype", "bf16",
-        "--levers", "exact,chunked_loss,stream", "--budget", f"{row['figure']:.0f}MiB", "--json",
+        "--levers", "exact,chunked_loss,offload,stream", "--budget", f"{row['figure']:.0f}MiB", "--json",
     ]  # fmt: skip
 
 

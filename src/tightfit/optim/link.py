@@ -105,7 +105,7 @@ class Link:
     def in_file(self, *tensors: Tensor) -> None:
         """Tensors of a card's training that were in a file were read there, or written; the file's clock counts it."""
         if simulation.link is not None:
-            simulation.link.in_file(sum(tensor.nbytes for tensor in tensors))
+            simulation.link.in_file(tensors)
 
     def join(self) -> None:
         """Make everything that the device computes from here on wait for all copies."""

@@ -210,8 +210,8 @@ class OffloadedAdamW(FrugalOptimizer):
             touched = [weight, *self.state[parameter].values()]
             for tensor in (parameter, arrived, *touched):
                 rest(tensor)
-            if file_of(parameter) is not None:  # the gradient is read there, the states are read and written
-                link.in_file(arrived, *touched, *touched)
+            if file_of(parameter) is not None:  # the gradient is read, the states read and written, the weight written
+                link.in_file(arrived, *touched, *touched, parameter)
             return
         outgoing = weight if weight.dtype == parameter.dtype else link.empty_on_host(parameter).copy_(weight)
         self._sent[parameter] = link.to_device(parameter, outgoing)
@@ -242,7 +242,7 @@ class OffloadedAdamW(FrugalOptimizer):
             weight = kept[key]
         if "exp_avg" not in state:
             state.update(new_moments(weight, self._in_file(parameter, weight.dtype)))
-            for tensor in (weight, *state.values()):
+            for tensor in (parameter, weight, *state.values()):
                 rest(tensor)
         return weight
 

@@ -6,7 +6,7 @@ computation waits for it.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -92,10 +92,13 @@ class SimulatedLink:
         self._dry.note(way, Seconds.of(host=0.0, device=link_seconds(self._dry, tensor, way)))
         return target
 
-    def in_file(self, nbytes: int) -> None:
-        """So many bytes of a card's training are written to a file of the host, or read there."""
+    def in_file(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Each of these was written to a file of the host, or read there; its pages were in memory meanwhile."""
+        with host_memory():
+            torch.empty(sum({id(tensor): tensor.nbytes for tensor in tensors}.values()), dtype=torch.uint8)
         self._dry.begin([])
-        seconds = self._dry.cost(IN_FILE, [TensorShape((nbytes,), (1,), torch.uint8)], [], ())
+        moved = TensorShape((sum(tensor.nbytes for tensor in tensors),), (1,), torch.uint8)
+        seconds = self._dry.cost(IN_FILE, [moved], [], ())
         self._dry.note(IN_FILE, Seconds.of(host=seconds, device=0.0))
 
     def wait(self, copy: "SimulatedCopy | None" = None) -> None:

@@ -121,8 +121,7 @@ class FileToCard(FileTier):
         super().__init__(folder)
         self._streams = CudaStreams(device)
         self._lane = self._streams.new()
-        pinned = PinnedStore(STAGES * STAGE_BYTES)
-        self._stages = itertools.cycle(list(_stages(pinned)))
+        self._stages: Iterator[PinnedBuffer] | None = None  # made when all weights have left the host's memory
         self._is_cached: bool | None = True if written else None
         self._reader = ThreadPoolExecutor(1, "tightfit-stream")  # one: blocks come in their order
         weakref.finalize(self, self._reader.shutdown, wait=False)
@@ -133,12 +132,16 @@ class FileToCard(FileTier):
 
     def bring(self, targets: Sequence[tuple[torch.UntypedStorage, Any]]) -> Any:
         owner = self._streams.current()  # as in `PinnedTier`
+        if self._stages is None:
+            self._stages = itertools.cycle(list(_stages(PinnedStore(STAGES * STAGE_BYTES))))
         with offload():
             for storage, kept in targets:
                 storage.resize_(kept.extent.nbytes)
-        return owner, self._reader.submit(self._copied, list(targets), self._streams.mark(owner))
+        return owner, self._reader.submit(self._copied, list(targets), self._stages, self._streams.mark(owner))
 
-    def _copied(self, targets: Sequence[tuple[torch.UntypedStorage, InFile]], given: Any) -> Any:
+    def _copied(
+        self, targets: Sequence[tuple[torch.UntypedStorage, InFile]], stages: Iterator[PinnedBuffer], given: Any
+    ) -> Any:
         """In the reading thread: read all, and begin the copies, behind the event after which the memory is theirs."""
         streams = self._streams
         streams.wait(self._lane, given)
@@ -149,7 +152,7 @@ class FileToCard(FileTier):
             flat = flat_over(storage, kept.extent.nbytes)
             for start in range(0, kept.extent.nbytes, STAGE_BYTES):
                 count = min(STAGE_BYTES, kept.extent.nbytes - start)
-                stage = next(self._stages)
+                stage = next(stages)
                 if IN in stage.uses:
                     streams.finish(stage.uses[IN])  # the copy of what it held before
                 read(ByteRange(kept.extent.start + start, count), stage.bytes.data_ptr())

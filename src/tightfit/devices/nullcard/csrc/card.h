@@ -48,6 +48,7 @@ int card_free(void *address);
 int card_account(int device, int64_t bytes);  /* 0, or OUT_OF_MEMORY */
 void card_memory(int device, size_t *available, size_t *total);
 void *card_pin(size_t bytes);
+void card_populate(const void *address, size_t bytes);
 int card_unpin(void *address);
 void card_add_range(void *address, size_t bytes, int kind, int device);
 int card_remove_range(void *address);

@@ -105,6 +105,7 @@ EXPORT int cudaFreeHost(void *address) { return address ? say(card_unpin(address
 EXPORT int cudaHostRegister(void *address, size_t bytes, unsigned flags) {
     if (card_find(address, 0, 0, 0) != UNKNOWN) return say(ALREADY_REGISTERED);
     card_add_range(address, bytes, PINNED, card_current());
+    card_populate(address, bytes); /* as on a card, where all pages are locked */
     return OK;
 }
 EXPORT int cudaHostUnregister(void *address) { card_wait_device(); return card_remove_range(address) ? OK : say(INVALID_VALUE); }
