@@ -176,6 +176,7 @@ def test_a_model_of_images_or_of_speech_has_a_batch_of_its_own(tmp_path, shape, 
     measured = allocator_peak(model, batch_of(model, 2, None, "--seq-len", otherwise=0))
     assert found == pytest.approx(measured, rel=0.001)
     assert answer("--model", path, "--dtype", "bf16")["weights"] == "bf16"
+    assert answer("--model", path, "--batch-size", 2, "--adapter", "r=2")["peak_bytes"] < found
     assert said in mistake("estimate", "--model", path, "--seq-len", 64)
 
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
 from tightfit import TokenBatch, estimate, plan, recompute, verify
 from tightfit.cli import sources
@@ -220,6 +221,56 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(folder, mon
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(InputError, match=rf"pip install 'tightfit\[{command}\]'"):
         adapted(folder, base=base)
+
+
+SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 60, "pad_token_id": 0}
+HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+SPEECH = {**SMALL, **HEADS, "num_mel_bins": 8, "decoder_start_token_id": 1, "use_cache": False}
+OF_IMAGES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+CAPTIONS = (
+    transformers.ViTConfig(**OF_IMAGES, image_size=16, patch_size=8),
+    transformers.BertConfig(**OF_IMAGES, vocab_size=60),
+)
+READERS = {
+    "whisper": (
+        transformers.WhisperForConditionalGeneration,
+        transformers.WhisperConfig(**SPEECH, max_source_positions=20, max_target_positions=20),
+        {"input_features": torch.zeros(2, 8, 40)},
+    ),
+    "speech to text": (
+        transformers.Speech2TextForConditionalGeneration,
+        transformers.Speech2TextConfig(**SPEECH, input_feat_per_channel=8, conv_channels=32),
+        {"input_features": torch.zeros(2, 40, 8)},
+    ),
+    "captions": (
+        transformers.VisionEncoderDecoderModel,
+        transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+            *CAPTIONS, decoder_start_token_id=1, pad_token_id=0
+        ),
+        {"pixel_values": torch.zeros(2, 3, 16, 16)},
+    ),
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=60, decoder_start_token_id=0
+        ),
+        {"input_ids": IDS},
+    ),
+}
+
+
+@pytest.mark.keeps("adapters-default-layers")
+@pytest.mark.parametrize("name", READERS)
+def test_adapters_go_on_models_of_sounds_and_images_too(name):
+    made, config, batch = READERS[name]
+    torch.manual_seed(0)
+    model = add_adapter(made(config).train(), AdapterConfig(r=2, target_modules=("q_proj", "query", "q")))
+    batch = {**batch, "labels": IDS}
+    planned = plan(model, batch, "0.99x")
+    assert planned.plain_peak_bytes == pytest.approx(allocator_peak(model, batch), rel=1e-3)
+    assert verify(model, batch, planned).ok
+    assert model.peft_type == "LORA"
+    assert (model.active_peft_config.task_type == "SEQ_2_SEQ_LM") == (name == "t5")
 
 
 def one_of_each_architecture():

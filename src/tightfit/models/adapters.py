@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,13 @@ def _lora(model: nn.Module, config: AdapterConfig) -> Any:
 
 
 def _task(model: nn.Module) -> str | None:
-    """The task by which peft chooses its wrapper of a model."""
+    """The task by which peft chooses its wrapper of a model; None for the one that passes everything on as it is.
+
+    The wrappers of tasks pass on tokens and embeddings by name, None too. Models of sounds and images (Whisper) have no
+    such arguments, and would hand them to a decoder that gets its own.
+    """
+    if not signature(model.forward).parameters.keys() >= {"input_ids", "inputs_embeds"}:
+        return None
     task = "SEQ_2_SEQ_LM" if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else "CAUSAL_LM"
     return task if hasattr(model, "prepare_inputs_for_generation") else None
 
