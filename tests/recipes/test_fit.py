@@ -22,7 +22,7 @@ from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.saving import save_model
 from tightfit.planner.search.least import least_levers
 from tightfit.recipes import choices, whole_step
-from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for
+from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for, why_none
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import LargestSize, Outcome, Recipe, RecipesRecord
 from tightfit.recipes.table import NEAREST, describe_recipes
@@ -224,6 +224,32 @@ def test_a_base_whose_package_is_not_installed_is_answered_with_its_name(monkeyp
     model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))  # no decoder, so adapters may go on it
     with pytest.raises(InputError, match=r"no recipe is left to try: 1 further recipe with bitsandbytes: pip install"):
         tightfit.fit(model, TokenBatch(1, 8, 64), device="rtx4090", adapter=AdapterConfig(base="nf4"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "clips", "may_adapt", "said"),
+    [
+        ({"optimizer": "muon"}, False, True, "muon updates no weight in backward"),
+        ({"optimizer": "offloaded_adamw:0.5"}, False, True, "offloaded_adamw:0.5 updates no weight in backward"),
+        ({"optimizer": "torch.optim:LBFGS"}, False, True, "torch.optim:LBFGS updates no weight in backward"),
+        ({"precision": "fp16"}, False, True, "exclude each other"),
+        ({"trains": "adapters"}, False, True, "where all weights are trained: leave it out"),
+        ({"trains": "adapters"}, False, False, "adapters are for models of `transformers`: train all weights"),
+        ({}, True, True, "clipping needs all gradients at once"),  # the step would be tried without clipping
+    ],
+)
+def test_choices_that_exclude_each_other_are_named(asked, clips, may_adapt, said):
+    wanted = Wanted(**asked, step_in_backward=True)
+    assert recipes_for(lookup("rtx4090"), wanted, may_adapt=may_adapt, clips=clips) == []
+    assert said in why_none(wanted, may_adapt=may_adapt, clips=clips)
+
+
+def test_a_question_without_a_recipe_is_answered_with_the_reason():
+    line = mistake("fit", "--model", "gpt2", "--device", "rtx3090", "--step-in-backward", "--optimizer", "muon")
+    assert line == (
+        "no recipe is left to try: muon updates no weight in backward: take another optimizer, or leave "
+        "step_in_backward out"
+    )
 
 
 def test_the_order_weighs_what_changes_against_speed():

@@ -20,7 +20,7 @@ from tightfit.planner.host import host_of
 from tightfit.planner.levers import CLASSES
 from tightfit.planner.request import Request
 from tightfit.ranks.world import world_of
-from tightfit.recipes.choices import ADAPTER, Wanted, install_line, not_installed, recipes_for
+from tightfit.recipes.choices import ADAPTER, NO_ADAPTERS, Wanted, install_line, not_installed, recipes_for, why_none
 from tightfit.recipes.leaving_out import LeftOut, in_words
 from tightfit.recipes.of_ranks import outcomes_of_ranks, recipes_of_ranks
 from tightfit.recipes.ranking import ranked
@@ -40,7 +40,6 @@ CONFIRMED = 5  # rows whose figures rest on a dry run of the whole step, and who
 RESORTS = 3  # recipes for which the levers of least memory are searched, where nothing else fits
 FASTER = 0.98  # of another recipe's time: a gain worth a row
 NOTHING_TO_TRY = "no recipe is left to try: "
-NO_ADAPTERS = "adapters are for models of `transformers`"
 LENGTH = 1024  # tokens of the one sequence that is meant where no batch is given
 Notice = Callable[[str], None]
 
@@ -166,13 +165,14 @@ def recipes_of(
             notes=in_words(left_out),
         )
     search = RecipeSearch(asked, budget, optimizer, notice, process_bytes=host_of(asked).process)
-    may_adapt, clips = not isinstance(asked.model, Decoder), asked.step.grad_clip is not None
+    may_adapt = not isinstance(asked.model, Decoder)
     if may_adapt:
         wanted = _with_usual_layers(wanted, asked.model)
-    recipes = recipes_for(device, wanted, may_adapt=may_adapt, clips=clips)
-    further = not_installed(device, wanted, may_adapt=may_adapt, clips=clips)
+    choices = {"may_adapt": may_adapt, "clips": asked.step.grad_clip is not None}
+    recipes = recipes_for(device, wanted, **choices)
+    further = not_installed(device, wanted, **choices)
     if not recipes:
-        raise InputError(f"{NOTHING_TO_TRY}{'; '.join(further) or NO_ADAPTERS}")
+        raise InputError(f"{NOTHING_TO_TRY}{'; '.join(further) or why_none(wanted, **choices)}")
     with Shares(search, recipes, processes) as shares:
         rows = shares.rows()
         if not rows:

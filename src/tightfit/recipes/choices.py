@@ -7,13 +7,20 @@ from importlib.util import find_spec
 from torch import nn
 
 from tightfit.devices.spec import DeviceSpec
-from tightfit.names import OPTIMIZERS, facts_of, parse_optimizer
+from tightfit.names import (
+    OPTIMIZERS,
+    STEP_IN_BACKWARD_AND_CLIPPING,
+    STEP_IN_BACKWARD_AND_SCALER,
+    facts_of,
+    parse_optimizer,
+)
 from tightfit.ranks.peaks import rows_of
 from tightfit.ranks.world import World
 from tightfit.recipes.records import FEW_BITS, Autocast, Dtype, Recipe
 from tightfit.training.config.schema import AdapterConfig
 
 ADAPTER = AdapterConfig(r=16, alpha=32.0)  # on the layers that peft chooses
+NO_ADAPTERS = "adapters are for models of `transformers`"
 BF16_UNITS = (8, 0)  # compute capability of the first cards with products in bf16
 
 PACKAGES = {"nf4": "bitsandbytes", "int8": "torchao"}  # of bases
@@ -83,8 +90,22 @@ def _every_recipe(device: DeviceSpec, wanted: Wanted, may_adapt: bool, clips: bo
         found += adapter_recipes(device, wanted)
     if wanted.step_in_backward is not None or clips:
         asked = bool(wanted.step_in_backward)
-        found = [r for r in found if r.step_in_backward == asked]
+        found = [r for r in found if r.step_in_backward == asked and not (clips and asked)]
     return list(dict.fromkeys(found))
+
+
+def why_none(wanted: Wanted, *, may_adapt: bool, clips: bool = False) -> str:
+    """Why no recipe is left where no package is missing: which choices exclude each other, and what to do."""
+    if wanted.trains == "adapters" and not may_adapt:
+        return f"{NO_ADAPTERS}: train all weights"
+    assert wanted.step_in_backward, "all other choices have a recipe"
+    if clips:
+        return STEP_IN_BACKWARD_AND_CLIPPING.refusal()
+    if wanted.trains == "adapters":
+        return "step_in_backward is tried where all weights are trained: leave it out, or the adapters"
+    if wanted.precision == "fp16":
+        return STEP_IN_BACKWARD_AND_SCALER.refusal()
+    return f"{wanted.optimizer} updates no weight in backward: take another optimizer, or leave step_in_backward out"
 
 
 def half_of(device: DeviceSpec) -> Autocast:
