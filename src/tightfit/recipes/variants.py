@@ -82,7 +82,9 @@ def with_recipe(asked: Request, recipe: Recipe, model: nn.Module, optimizer: Opt
     batch = asked.batch
     if narrow and model is not asked.model and holds_fp32(batch):
         if not (is_denoiser(model) and isinstance(batch, dict)):
-            raise ModelError("the batch holds numbers in fp32, which weights in bf16 do not take")
+            raise ModelError(
+                "the batch holds numbers in fp32, which weights in bf16 do not take: use precision bf16 or fp32 weights"
+            )
         batch = {name: value.to(torch.bfloat16) for name, value in batch.items()}  # as diffusers' scripts make them
     clip = None if recipe.step_in_backward else asked.step.grad_clip
     return asked.but(
