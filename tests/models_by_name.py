@@ -38,6 +38,18 @@ class Picky(Flat):
         return super().forward(input_ids, labels)
 
 
+class Wordy(Flat):
+    """Gives an argument twice, which Python complains about with the text of the whole module: pages of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({str(n): nn.Linear(2, 2)}) for n in range(60))
+
+    def forward(self, input_ids, labels):
+        given = {"input_ids": input_ids}
+        return self(input_ids=input_ids, **given)
+
+
 def image_model():
     """Takes no token ids: brings its own batch."""
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1), nn.Flatten(0), MeanSquare())

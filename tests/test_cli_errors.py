@@ -155,6 +155,13 @@ def test_a_batch_that_the_model_rejects_is_told_in_the_models_own_words():
     assert line.endswith("ValueError: at most two at a time, please")
 
 
+def test_what_a_model_says_is_shortened_where_it_writes_itself_out():
+    line = mistake("estimate", "--model", "models_by_name:Wordy", "--seq-len", 8)
+    assert "models_by_name:Wordy (Wordy) rejects the batch (1 x 8 tokens): TypeError: Wordy(" in line
+    assert line.endswith("got multiple values for keyword argument 'input_ids'")
+    assert len(line) < 1100
+
+
 @pytest.mark.keeps("internal-error-never-reported")
 def test_an_error_of_ours_is_not_called_the_models(monkeypatch):
     def fails(*args, **kwargs):

@@ -28,7 +28,26 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-LONGEST_LINE = 1000  # characters that an error about a configuration has
+LONGEST_LINE = 1000  # characters of an error about a configuration, and of what other code has said
+
+
+def shortened(line: str) -> str:
+    """The line without the middle of a very long one."""
+    return line if len(line) <= LONGEST_LINE else f"{line[:600]} ... {line[-300:]}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error of somebody else's code says, on one line; empty where it says nothing.
+
+    PyTorch writes a whole module into the error of a call with a wrong argument: pages, for a transformer.
+    """
+    return shortened(" ".join(str(error).split()))
+
+
+def said_by(error: BaseException) -> str:
+    """The kind of an error of somebody else's code, and what it says."""
+    line = in_one_line(error)
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def why_unreadable(error: Exception) -> str:
@@ -41,7 +60,7 @@ def why_unreadable(error: Exception) -> str:
         return (
             f"not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}" if error.doc else "it is empty"
         )
-    return " ".join(str(error).split()) or type(error).__name__
+    return in_one_line(error) or type(error).__name__
 
 
 class TightfitError(Exception):
@@ -63,7 +82,7 @@ class ConfigError(InputError):
 
     def __init__(self, message: str):
         line = "".join(mark if mark.isprintable() else ascii(mark)[1:-1] for mark in message)
-        super().__init__(line if len(line) <= LONGEST_LINE else f"{line[:600]} ... {line[-300:]}")
+        super().__init__(shortened(line))
 
 
 class DataError(InputError):

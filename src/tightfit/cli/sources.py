@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tightfit.cli.question import ATTENTIONS, OF_THE_DECODER
-from tightfit.errors import InputError, ModelError, TightfitError
+from tightfit.errors import InputError, ModelError, TightfitError, said_by
 from tightfit.models.adapters import ADAPTER_CONFIG, add_adapter
 from tightfit.models.decoder_config import PRESETS, DecoderConfig
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
@@ -204,5 +204,5 @@ def _called(source: str, dry: bool, held: HeldAs) -> Built:
     except TightfitError:
         raise
     except Exception as error:  # the user's code may raise anything; the traceback stays on the chain
-        raise ModelError(f"--model {source}: raised {type(error).__name__}: {error}") from error
+        raise ModelError(f"--model {source}: raised {said_by(error)}") from error
     return Built(model, kept[0] if kept else None)

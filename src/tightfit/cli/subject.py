@@ -18,7 +18,7 @@ from tightfit.cli.waiting import say
 from tightfit.devices.described import host_named, with_host
 from tightfit.devices.present import lookup
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import BudgetError, InputError, ModelError, TightfitError
+from tightfit.errors import BudgetError, InputError, ModelError, TightfitError, said_by
 from tightfit.models.batches import batch_of, tokens
 from tightfit.models.diffusion import denoising_batch, denoising_loss, is_denoiser
 from tightfit.models.loading import build_model, without_weights
@@ -116,7 +116,7 @@ class Subject:
             if not came_from(self.model, error):
                 raise
             batch = describe_batch(self.batch)
-            raise ModelError(f"{self.name} rejects the batch ({batch}): {type(error).__name__}: {error}") from error
+            raise ModelError(f"{self.name} rejects the batch ({batch}): {said_by(error)}") from error
 
 
 def budget_of(subject: Subject) -> int | str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, said_by
 from tightfit.memory.allocator import memory_of
 from tightfit.names import OPTIMIZERS, OptimizerName, parse_optimizer
 from tightfit.optim import BF16AdamW, FlashAdamW, Muon8bit, MuonWithAdamW, OffloadedAdamW, step_in_backward
@@ -193,8 +193,7 @@ def optimizer_of_class(name: str, groups: Iterable[Any], arguments: Mapping[str,
     try:
         return made(groups, **given)
     except Exception as error:  # of code that is not ours
-        reason = " ".join(str(error).split())
-        raise InputError(f"optimizer {name}: {type(error).__name__}: {reason}: see its own arguments") from error
+        raise InputError(f"optimizer {name}: {said_by(error)}: see its own arguments") from error
 
 
 def _is_optimizer(found: Any) -> bool:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from traceback import extract_tb
 from typing import NamedTuple, Protocol
 
-from tightfit.errors import BudgetError, TightfitError
+from tightfit.errors import BudgetError, TightfitError, in_one_line
 
 
 class Named(Protocol):
@@ -49,10 +49,10 @@ def in_words(left: Iterable[LeftOut]) -> tuple[str, ...]:
 
 def _reason(error: Exception) -> str:
     """The error in one line; of one that nobody has raised on purpose, where it comes from."""
-    text = " ".join(str(error).split())
     if isinstance(error, TightfitError):
-        return text
+        return " ".join(str(error).split())
+    line = in_one_line(error)
     last = extract_tb(error.__traceback__)[-1]
     folder, _, file = last.filename.rpartition("/")
     where = f"{folder.rpartition('/')[2]}/{file}:{last.lineno}"
-    return f"{type(error).__name__} in {where}{f': {text}' if text else ''}"
+    return f"{type(error).__name__} in {where}{f': {line}' if line else ''}"

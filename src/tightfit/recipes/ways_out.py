@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.devices.known import known_devices
 from tightfit.devices.spec import DeviceSpec
-from tightfit.errors import CannotFit, LeverError
+from tightfit.errors import CannotFit, LeverError, in_one_line
 from tightfit.levers.micro_batch import batch_size
 from tightfit.memory.allocator import old_objects_left_alone
 from tightfit.planner.levers import Exactness, Role, Stream, allowed_levers, lever_types
@@ -357,8 +357,7 @@ class Finder:
         try:
             yield
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self.notes.append(f"{name} was not tried: {reason}")
+            self.notes.append(f"{name} was not tried: {in_one_line(error) or type(error).__name__}")
 
     def is_hopeless(self, recipe: Recipe, search: Search) -> bool:
         """True if weights, gradients and states alone exceed the budget, by arithmetic, whatever streams."""

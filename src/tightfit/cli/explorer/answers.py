@@ -15,7 +15,7 @@ import tightfit
 from tightfit.cli.explorer.messages import NoAnswer, NoPlan, Progress
 from tightfit.cli.explorer.question import PageQuestion
 from tightfit.cli.explorer.uploads import Described, Upload, read_upload
-from tightfit.errors import CannotFit, InputError, ModelError, TightfitError
+from tightfit.errors import CannotFit, InputError, ModelError, TightfitError, said_by
 from tightfit.models.loading import build_model, position_limit, vocabulary_size
 from tightfit.models.pretrained import build_described
 from tightfit.models.variants import as_recipe
@@ -54,7 +54,7 @@ def parts_of(question: PageQuestion, tell: Tell) -> Iterator[Part]:
     except Exception as error:
         if not _came_from_elsewhere(error):
             raise
-        raise ModelError(f"{described.name} rejects the batch: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{described.name} rejects the batch: {said_by(error)}") from error
 
 
 def build(described: Described) -> nn.Module:
