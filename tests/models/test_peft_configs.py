@@ -5,6 +5,7 @@ import json
 import peft
 import pytest
 import torch
+import transformers
 import yaml
 
 from command_line import mistake, tightfit
@@ -108,6 +109,17 @@ def test_what_holds_no_adapters_is_one_line(folder, tmp_path, text, reason):
         add_adapter(build_model(PretrainedModel(path=str(folder))), AdapterConfig(config=str(path)))
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Whisper", "ViT"])
+def test_prompts_are_refused_where_a_model_reads_no_tokens(tmp_path, kind):
+    small = {"d_model": 48, "encoder_layers": 1, "decoder_layers": 1, "num_hidden_layers": 1, "vocab_size": 60}
+    config = getattr(transformers, f"{kind}Config")(**small, pad_token_id=0)
+    model = getattr(transformers, f"{kind}{'Model' if kind == 'ViT' else 'ForConditionalGeneration'}")(config)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 6}))
+    with pytest.raises(ModelError, match=rf"adapter_config\.json: PROMPT_TUNING goes before tokens, which {kind}"):
+        add_adapter(model, AdapterConfig(config=str(path)))
 
 
 def test_a_file_stands_in_the_place_of_all_keys_but_the_base():

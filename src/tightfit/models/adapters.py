@@ -90,6 +90,10 @@ def _from_file(path: str, model: nn.Module) -> Any:
             near = difflib.get_close_matches(unknown[0], [field.name for field in fields(known)], n=1)
             raise ValueError(f"{known.__name__} has no {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
         made = known(**given)
+        if made.is_prompt_learning and made.task_type is None:  # peft looks its wrapper up, and says `None`
+            raise ValueError(
+                f"{given['peft_type']} goes before tokens, which {type(model).__name__} does not begin with"
+            )
     except (ValueError, TypeError) as error:
         raise ModelError(f"model.adapter.config {path}: {why_unreadable(error)}") from error
     if hasattr(made, "target_modules") and made.target_modules is None and given["peft_type"] == "LORA":
