@@ -1,6 +1,7 @@
 """A recipe as a script for another library."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from command_line import mistake
 from plain_environment import plain_environment, runs
+from tightfit.cli.question import Question
+from tightfit.cli.recipe_subject import recipe_subject, recipe_text
 from tightfit.errors import InputError
 from tightfit.names import OPTIMIZERS
 from tightfit.recipes.code import LIBRARIES, Job, as_code
@@ -184,3 +187,21 @@ def test_a_script_trains_two_steps_within_its_budget_with_what_it_says_to_instal
     assert "Peak " in done.stdout or "peak" in done.stdout, done.stdout
     saved = {path.name for path in (tmp_path / "trained").iterdir()}
     assert ("adapter_model.safetensors" if recipe.adapter else "model.safetensors") in saved
+
+
+@pytest.mark.parametrize(
+    ("model", "as_", "said"),
+    [
+        ("vit-b-16", "yaml", "--model vit-b-16 is a ViTForImageClassification, which your own loop trains"),
+        (
+            "whisper-tiny",
+            "trl",
+            "--model whisper-tiny is a WhisperForConditionalGeneration, which your own loop trains",
+        ),
+        ("t5-small", "transformers", "--as: t5-small has an encoder, and a script trains causal language models alone"),
+    ],
+)
+def test_nothing_is_written_of_a_model_that_it_could_not_load(model, as_, said):
+    subject = recipe_subject(Question(config=None, model=model, device="rtx4090"))
+    with pytest.raises(InputError, match=re.escape(said)):
+        recipe_text(subject, Outcome(Recipe(), True, 1, 1), as_)

@@ -13,8 +13,9 @@ from tightfit.cli.subject import Subject, built, in_host, subject_of
 from tightfit.cli.waiting import say, unsaid
 from tightfit.devices.present import lookup
 from tightfit.errors import InputError
-from tightfit.models.diffusion import is_denoiser
+from tightfit.models.decoder import Decoder
 from tightfit.models.loading import build_model, vocabulary_size
+from tightfit.models.pretrained import trained_task
 from tightfit.planner.request import Request
 from tightfit.planner.search.fastest import Refusal
 from tightfit.planner.search.search import Search
@@ -132,14 +133,16 @@ def _sections(subject: Subject) -> WrittenSections:
             grad_clip=config.training.grad_clip,
         )
     assert question.model is not None, "the question has a --model"
-    if is_denoiser(asked.model):
+    section = _section_of(question.model)
+    task = "CausalLM" if isinstance(asked.model, Decoder) else trained_task(asked.model)
+    if task is None:
         raise InputError(
-            f"--model {question.model} is a diffusion model, which your own loop trains: no configuration can be "
-            "written of its recipe, plan its step there with tightfit.plan"
+            f"--model {question.model} is a {type(asked.model).__name__}, which your own loop trains: no configuration "
+            "can be written of its recipe, plan its step there with tightfit.plan"
         )
     attention = {} if question.attention is None else {"attention": question.attention}
     return WrittenSections(
-        model={**_section_of(question.model), **attention},
+        model={**section, **attention},
         device=question.device,
         budget=budget,
         levers=levers,
@@ -147,6 +150,7 @@ def _sections(subject: Subject) -> WrittenSections:
         sequence_length=question.seq_len or LENGTH,
         grad_clip=question.grad_clip,
         vocabulary=vocabulary_size(asked.model),
+        is_causal=task == "CausalLM",
     )
 
 

@@ -229,6 +229,18 @@ def _auto_class(transformers: Any, config: Any, any_task: bool = False) -> tuple
     raise ValueError(f"its config is of a {config.model_type}: name a function that returns it, module:function")
 
 
+def trained_task(model: nn.Module) -> str | None:
+    """The task that a model of `transformers` is trained for here: `CausalLM` or `Seq2SeqLM`; None for others."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "model_type"):  # a diffusion model, or nobody's we know
+        return None
+    try:
+        automatic, _ = _auto_class(transformers_package(), config)
+    except ValueError:
+        return None
+    return automatic.__name__.removeprefix("AutoModelFor")
+
+
 def transformers_package() -> Any:
     """The package, imported only where it is needed: that takes seconds. Raises `ModelError`."""
     try:

@@ -38,6 +38,7 @@ class WrittenSections:
     sequence_length: int = 1024
     grad_clip: float | None = None
     vocabulary: int | None = None
+    is_causal: bool = True  # whether the model predicts the next token: a script trains no other
 
 
 def model_section(source: str) -> dict[str, Any]:
@@ -90,6 +91,11 @@ def _job(outcome: Outcome, setting: WrittenSections) -> Job:
         raise InputError(
             "--as: the model is tightfit's own decoder, which other libraries do not load: write YAML, or export the "
             "model first (tightfit export)"
+        )
+    if not setting.is_causal:
+        raise InputError(
+            f"--as: {path} has an encoder, and a script trains causal language models alone: write YAML, or plan its "
+            "step in your own loop with tightfit.plan"
         )
     known = published().get(path)
     return Job.of(
