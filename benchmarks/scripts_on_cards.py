@@ -2,15 +2,17 @@
 
 Each script is that of a public repository at a commit, checked out under a folder by its name, and runs under
 `tightfit.run`: two steps, kernels not run. Data and weights are made here: random texts, tokens and pictures of the
-lengths that the command says, and weights of the published shapes as files of holes, which take no disk.
+lengths that the command says, and weights of the published shapes as files of holes, which take no disk. A row says on
+which day and at which commit of ours it was measured.
 
     python benchmarks/scripts_on_cards.py --repositories FOLDER --prepare         # once: the data
-    python benchmarks/scripts_on_cards.py --repositories FOLDER [--only nanoGPT] [--cards rtx3060] [--resume]
+    python benchmarks/scripts_on_cards.py --repositories FOLDER [--only nanoGPT] [--cards rtx3060] [--resume | --again]
     python benchmarks/scripts_estimated.py --repositories FOLDER                  # what `estimate` says beside it
     python benchmarks/scripts_on_cards.py --page                                  # the table of both docs/run.md
 """
 
 import argparse
+import datetime
 import json
 import os
 import random
@@ -374,6 +376,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--cards", nargs="*")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
+    parser.add_argument("--again", action="store_true", help="measure what is chosen anew, and keep all other rows")
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
     if given.page:
@@ -384,17 +387,27 @@ def main() -> None:
         return prepare(given.repositories.resolve())
     from environment import environment
 
-    rows = json.loads(given.output.read_text())["rows"] if given.resume and given.output.exists() else []
-    done = {(row["script"], row["card"]) for row in rows}
+    there = json.loads(given.output.read_text())["rows"] if given.output.exists() else []
+    rows = {(row["script"], row["card"]): row for row in there if given.resume or given.again}
     for script in SCRIPTS:
         for card in script.cards:
             chosen = (not given.only or script.name in given.only) and (not given.cards or card in given.cards)
-            if not chosen or (script.name, card) in done:
+            before = rows.get((script.name, card))
+            if not chosen or (before is not None and not given.again):
                 continue
+            # The environment of the whole file is the last run's, so a row has the date and the commit of its own.
+            around = environment()
             row = measured(script, given.repositories.resolve(), card)
-            rows.append(row)
-            print(script.name, card, row["fits"], f"{row['peak_bytes']:,}", f"{row['reserved_bytes']:,}", flush=True)
-            given.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+            row |= {"measured": datetime.date.today().isoformat(), "ours": around["commit"]}
+            # What `estimate` says is another command's, which is not run again here.
+            row |= {name: value for name, value in (before or {}).items() if name.startswith("estimated")}
+            rows[script.name, card] = row
+            print(
+                script.name, card, row["fits"], f"{row['peak_bytes']:,}", f"{row['reserved_bytes']:,}",
+                "" if before is None else f"before {before['peak_bytes']:,} {before['reserved_bytes']:,}", flush=True,
+            )  # fmt: skip
+            content = {"environment": around, "rows": list(rows.values())}
+            given.output.write_text(json.dumps(content, indent=1) + "\n")
     return None
 
 
