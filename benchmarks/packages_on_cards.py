@@ -6,10 +6,12 @@
 
 Each training is a script of its own in a process of its own: three steps of a Llama of four layers (or of what the
 package brings) on a null RTX 4090. A package that cannot be installed here, or asks for what a null card has not, is
-said with its reason. Writes benchmarks/results/packages_on_cards.json.
+said with its reason. Writes benchmarks/results/packages_on_cards.json, where a row says on which day and at which
+commit of ours it was measured.
 """
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import os
@@ -430,10 +432,13 @@ def main() -> None:
     for training in TRAININGS:
         if given.only not in training.name or (rows.get(training.name, {}).get("steps") and not given.again):
             continue
+        # The environment of the whole file is the last run's, so a row has the date and the commit of its own.
+        around = environment()
         row = rows[training.name] = measured(training, given.packages.resolve())
+        row |= {"measured": datetime.date.today().isoformat(), "ours": around["commit"]}
         print(training.name, row["steps"], f"{row['peak_bytes']:,}", row.get("why", ""), flush=True)
         ordered = [rows[training.name] for training in TRAININGS if training.name in rows]
-        given.output.write_text(json.dumps({"environment": environment(), "rows": ordered}, indent=1) + "\n")
+        given.output.write_text(json.dumps({"environment": around, "rows": ordered}, indent=1) + "\n")
     return None
 
 
