@@ -37,7 +37,7 @@ def shortened(line: str) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error of somebody else's code says, on one line; empty where it says nothing.
+    """The text of an error of somebody else's code, on one line; empty where it says nothing.
 
     PyTorch writes a whole module into the error of a call with a wrong argument: pages, for a transformer.
     """
@@ -45,7 +45,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """The kind of an error of somebody else's code, and what it says."""
+    """The kind of an error of somebody else's code, and its text."""
     line = in_one_line(error)
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
