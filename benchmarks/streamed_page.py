@@ -75,8 +75,8 @@ def beside_peers(record: Record) -> str:
 {where(record)} No card has run these: they are predictions of dry runs, for the device bytes that the others
 published.
 Their figures are published ones (`benchmarks/published/streaming.json` names the sources), on a card and a host that
-they do not name in full; MB are read as MiB. Our seconds assume the host's rate (`--host`), and AdamW as PyTorch
-computes it on the host, operator by operator; theirs is a fused kernel.
+they do not name in full; MB are read as MiB. Our seconds assume the host's rate (`--host`). Both update on the host in
+one kernel.
 
 {table}
 Others' published work that was not asked of tightfit:

@@ -9,7 +9,7 @@ other dimension has about the same line.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from tightfit.names import facts_of
 from tightfit.planner.levers import Stream
@@ -25,6 +25,7 @@ from tightfit.tracing.record import Category, StepTrace
 WITH_ATTENTION = 3  # dry runs that look for a larger size with attention kept
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 JUMP = 8  # times the present size, for the first dry run
+STREAMED = 2  # dry runs that confirm a size with streamed blocks: each takes as long as three of the plain step
 NEAR = 0.02  # of a size: a larger one is not looked for
 # What grows with the tokens of a step; all else is there whatever the batch.
 GROWING = (Category.ACTIVATION, Category.INPUT, Category.WORKSPACE)
@@ -63,6 +64,7 @@ def _streamed_sizes(
     combination = combination.with_lever(Stream.settings(whole.step())[-1])
     limit, found, line = whole.budget_bytes - UNSEEN_BYTES, [], None
 
+    @cache  # both dimensions begin with the shape that was asked about
     def peak_and_excess(shape: Shape) -> tuple[int, int]:
         resized = with_shape(whole, shape)
         traced = Candidate(combination, policies, (), resized.whole(combination, policies))
@@ -76,7 +78,7 @@ def _streamed_sizes(
         guide = points if line is None else Convex({size * now // line[0]: peak for size, peak in line[1].items()})
         guess, fits = guide.largest(limit, among), now
         if confirm:
-            fits, guess = corrected_bound(measure, points, limit, among, guess)
+            fits, guess = corrected_bound(measure, points, limit, among, guess, times=STREAMED)
         found.append(LargestSize(fits, confirmed=True) if fits > now or guess == now else LargestSize(guess))
         line = line or (now, points)
     return found
