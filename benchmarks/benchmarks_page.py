@@ -14,7 +14,7 @@ from typing import Any
 
 from accuracy_page import RESULTS, ROOT, Record, gpu_page, rows, where
 from benchmark_targets import Found, is_ours, targets
-from streamed_page import below_the_weights, beside_peers
+from streamed_page import below_the_weights, beside_peers, on_small_cards
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURE = ROOT / "docs" / "benchmarks.png"
@@ -56,6 +56,7 @@ COMMANDS = {
     "optimizer_step": "python benchmarks/optimizer_step.py --small --output benchmarks/results/optimizer_step.json",
     "offload_step": "python benchmarks/offload_step.py --small --output benchmarks/results/offload_step.json",
     "streamed": "python benchmarks/streamed.py",
+    "streamed_on_cards": "python -m benchmarks.streamed_on_cards --card .venv-card/bin/python",
     "streaming_peers": "python benchmarks/streaming_peers.py",
 }
 
@@ -455,6 +456,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
         {"bytes_per_parameter": "bytes a parameter"},
     ),
     "streamed": below_the_weights,
+    "streamed_on_cards": on_small_cards,
     "streaming_peers": beside_peers,
 }
 

@@ -1,4 +1,6 @@
-"""The sections of docs/benchmarks.md on weights that are streamed: of `streamed.py` and of `streaming_peers.py`."""
+"""The sections of docs/benchmarks.md on weights that are streamed: of `streamed.py`, `streamed_on_cards.py` and
+`streaming_peers.py`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +42,29 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _bytes(count: int | None) -> str:
     return "" if count is None else f"{count:,}"
+
+
+def on_small_cards(record: Record) -> str:
+    """An 8B on null cards that cannot hold it, to the byte or not."""
+    lines = []
+    for row in record["rows"]:
+        card = f"| {row['card']}, {row['gigabytes']} GB | {row['work']} "
+        if "error" in row:
+            lines.append(f"{card}| {row['error'].rpartition('Fit: ')[2].partition(',')[0]} | | | | |")
+            continue
+        lines.append(
+            f"{card}| {row['streamed_blocks']} | {row['predicted_peak_bytes']:,} | {row['measured_peak_bytes']:,} "
+            f"| {row['measured_reserved_bytes'] / row['predicted_reserved_bytes'] - 1:+.2%} "
+            f"| {row['host_peak_bytes'] / GIB:.1f} GiB |"
+        )
+    table = rows("| card | | blocks streamed | predicted | allocated | reserved, beside | host, predicted |", lines)
+    return f"""\
+## An 8B on cards that cannot hold it
+
+{where(record)} Llama-3.1-8B, 1 x 1,024 tokens, planned for 85% of each card and run on a null one: no kernel runs, and
+what streams is not touched, so the host's column is predicted alone.
+
+{table}"""
 
 
 def beside_peers(record: Record) -> str:
