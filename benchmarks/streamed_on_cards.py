@@ -67,8 +67,6 @@ def build(work: str, *, dry: bool) -> nn.Module:
 
 def run(card: str, work: str) -> dict[str, Any]:
     """Plan the step for the card, and take it there: predicted and measured bytes."""
-    PinnedTier.keep = _untouched
-    OffloadedAdamW._step_on_host = lambda *_: None
     began = time.perf_counter()
     twin = build(work, dry=True)
     optimizer = "adamw" if work.startswith("adapters") else "offloaded_adamw_fused"
@@ -77,6 +75,8 @@ def run(card: str, work: str) -> dict[str, Any]:
     plan = tightfit.plan(twin, shape, SHARE, optimizer=optimizer, precision="bf16", levers=levers, device=card)
     planned, model, device = time.perf_counter() - began, build(work, dry=False), torch.device("cuda")
     batch = {name: tensor.to(device) for name, tensor in shape.tensors().items()}
+    PinnedTier.keep = _untouched  # from here on: the plan has counted what both take
+    OffloadedAdamW._step_on_host = lambda *_: None
     with plan.apply(model), decisions():
         settle(model, device)
         model = model.to(device) if plan.lever(Stream) is None else model
