@@ -96,13 +96,10 @@ def disk_rates(folder: str | Path | None = None) -> DiskRates:
     store = DiskStore(folder)
     system = os.stat(store.folder).st_dev
     if system not in _measured:
-        extent = store.allocate(PROBE_BYTES)
-        if extent is None:
-            raise LeverError(f"offload: {store.folder} has no room: name a folder on another disk")
         memory = ctypes.create_string_buffer(PROBE_BYTES)
         address = ctypes.addressof(memory)
         # The first write makes the pages of the file cache, which the reused buffers of a pool have already.
-        store.write(extent, address)
+        extent = _probe(store, address)
         start = time.perf_counter()
         store.write(extent, address)
         middle = time.perf_counter()
@@ -119,12 +116,9 @@ def drive_rate(folder: str | Path) -> float:
     store = DiskStore(folder, user="stream")
     system = os.stat(store.folder).st_dev
     if system not in _drives:
-        extent = store.allocate(PROBE_BYTES)
-        if extent is None:
-            raise LeverError(f"stream: {store.folder} has no room: name a folder on another disk")
         memory = ctypes.create_string_buffer(PROBE_BYTES)
         address = ctypes.addressof(memory)
-        store.write(extent, address)
+        extent = _probe(store, address)
         store.forget(extent)
         start = time.perf_counter()
         store.read(extent, address)
@@ -133,6 +127,15 @@ def drive_rate(folder: str | Path) -> float:
 
 
 _drives: dict[int, float] = {}  # by file system
+
+
+def _probe(store: "DiskStore", address: int) -> ByteRange:
+    """The extent that the bytes at an address were written to. Raises `LeverError` where they have no room."""
+    extent = store.allocate(PROBE_BYTES)
+    if extent is None:
+        raise LeverError(f"{store.user}: {store.folder} has no room: name a folder on another disk")
+    store.write(extent, address)
+    return extent
 
 
 class DiskStore:

@@ -52,8 +52,8 @@ class OffloadedAdamW(FrugalOptimizer):
         params: Parameters or groups, as for `torch.optim.AdamW`, like `lr`, `betas`, `eps` and `weight_decay`.
         fraction: The least share of the states on the host, by bytes and in whole parameters: those of the parameters
             whose gradients come first in backward.
-        fused: Use PyTorch's fused kernel on the host, which passes over its memory once, where the operators of the
-            other do it three times; bit-equal to `AdamW(fused=True)`.
+        fused: Use PyTorch's fused kernel on the host, which passes over its memory once. PyTorch's operators, one by
+            one, pass over it three times. The kernel is bit-equal to `AdamW(fused=True)`.
 
     Raises:
         InputError: A setting is out of range.
