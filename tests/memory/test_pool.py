@@ -171,3 +171,16 @@ def test_pools_of_one_name_are_told_of_together_and_only_while_they_live(tmp_pat
     del leases, pools[0]
     gc.collect()
     assert "of this test" not in named_pools()
+
+
+def test_a_drive_is_measured_once_and_past_the_file_cache(tmp_path, monkeypatch):
+    forgotten = []
+    forget = DiskStore.forget
+    monkeypatch.setattr(disk, "_drives", {})
+    monkeypatch.setattr(DiskStore, "forget", lambda store, extent: (forgotten.append(extent), forget(store, extent)))
+    assert disk.drive_rate(tmp_path) == disk.drive_rate(tmp_path) > 0
+    assert [extent.nbytes for extent in forgotten] == [disk.PROBE_BYTES]
+    monkeypatch.setattr(disk, "_drives", {})
+    monkeypatch.setattr(DiskStore, "allocate", lambda store, nbytes: None)
+    with pytest.raises(LeverError, match=r"stream: .* has no room: name a folder on another disk"):
+        disk.drive_rate(tmp_path)

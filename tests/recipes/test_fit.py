@@ -17,16 +17,17 @@ from tightfit import TokenBatch
 from tightfit.cli.question import Question
 from tightfit.cli.recipe_subject import recipe_subject, wanted
 from tightfit.devices.present import lookup
-from tightfit.errors import BudgetError, ConfigError, DataError, InputError
+from tightfit.errors import BudgetError, ConfigError, DataError, InputError, ModelError
 from tightfit.models.dtypes import WEIGHT_DTYPES, convert_weights
 from tightfit.models.saving import save_model
+from tightfit.planner.request import Request
 from tightfit.planner.search.least import least_levers
 from tightfit.recipes import choices, whole_step
 from tightfit.recipes.choices import Wanted, half_of, not_installed, recipes_for, why_none
 from tightfit.recipes.ranking import ranked
 from tightfit.recipes.records import LargestSize, Outcome, Recipe, RecipesRecord
 from tightfit.recipes.table import NEAREST, describe_recipes
-from tightfit.recipes.variants import optimizer_of
+from tightfit.recipes.variants import optimizer_of, with_recipe
 from tightfit.recipes.written import WrittenSections, next_steps, written
 from tightfit.step import StepSettings
 from tightfit.training.config import AdapterConfig, parse_config
@@ -409,3 +410,12 @@ def test_an_optimizer_that_is_not_known_is_one_line(name):
     asked = run("fit", "--model", "cpu8", "--device", "rtx4090", "--optimizer", name)
     assert asked.code == 2
     assert asked.err.splitlines()[-1].startswith(f"error: optimizer '{name}'")
+
+
+def test_a_batch_that_weights_in_bf16_do_not_take_says_what_to_use():
+    model = nn.Sequential(nn.Linear(8, 8))
+    asked = Request.of(model, (torch.zeros(2, 8),), loss=lambda model, batch: model(*batch).sum(), device="rtx4090")
+    narrow = nn.Sequential(nn.Linear(8, 8)).to(torch.bfloat16)
+    with pytest.raises(ModelError, match="which weights in bf16 do not take: use precision bf16 or fp32 weights"):
+        with_recipe(asked, Recipe("bf16", precision="fp32"), narrow)
+    assert with_recipe(asked, Recipe("bf16", precision="bf16"), narrow).model is narrow
