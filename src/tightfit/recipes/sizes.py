@@ -7,25 +7,23 @@ other dimension has about the same line.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
 
 from tightfit.names import facts_of
 from tightfit.planner.levers import Stream
 from tightfit.planner.search.bisection import Convex, Lines, Range, corrected_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
-from tightfit.recipes.batches import Dimension, Shape, dimensions_of
-from tightfit.recipes.records import LargestSize, Recipe
+from tightfit.planner.search.search import Search
+from tightfit.recipes.batches import Dimension, dimensions_of
+from tightfit.recipes.records import LargestSize
 from tightfit.recipes.search import Found, RecipeSearch
-from tightfit.recipes.whole_step import SharedStep, WholeStep, frugal_levers, with_shape
-from tightfit.tracing.joined import state_bytes
+from tightfit.recipes.whole_step import Levers, SharedStep, WholeStep, with_shape
 from tightfit.tracing.record import Category, StepTrace
 
 WITH_ATTENTION = 3  # dry runs that look for a larger size with attention kept
 POINTS = 4  # further dry runs of a variant, where a size is read off far from those that were made
 JUMP = 8  # times the present size, for the first dry run
-STREAMED = 2  # dry runs that confirm a size with streamed blocks: each takes as long as three of the plain step
+WHOLE = 2  # dry runs of the whole step that confirm a size
 NEAR = 0.02  # of a size: a larger one is not looked for
 # What grows with the tokens of a step; all else is there whatever the batch.
 GROWING = (Category.ACTIVATION, Category.INPUT, Category.WORKSPACE)
@@ -37,51 +35,47 @@ def with_sizes(search: RecipeSearch, found: Found, *, confirm: bool) -> Found:
     dimensions = dimensions_of(asked.model, asked.batch, asked.micro_batches)
     if dimensions is None or candidate is None:
         return found
-    if found.outcome.streamed_blocks:  # the traces that recipes share hold all weights on the device
-        longest, largest = _streamed_sizes(search, found.recipe, dimensions, confirm=confirm)
-        return replace(found, outcome=replace(found.outcome, longest_sequence=longest, largest_batch=largest))
-    shared, step = search.shared_step(found.recipe), None
-    if facts_of(found.recipe.optimizer).on_host:  # traced whole, so it is not joined to confirm a size
+    recipe, shared = found.recipe, search.shared_step(found.recipe)
+    if (stream := candidate.combination.get(Stream)) is not None:
+        shared = shared.with_all_streamed(stream)
+    if on_host := facts_of(recipe.optimizer).on_host:  # its phase leaves the device's peak as it is
+        step = WholeStep(shared.search, None, shared.frees)
         part = shared.search.whole(candidate.combination, candidate.policies, candidate.joined)
         beside = max(0, candidate.peak_bytes - part.peak_bytes)
     else:
-        step = search.whole_step(found.recipe)
-        beside = state_bytes(step.update) + step.added_by_allocator
+        step = search.whole_step(recipe)
+        beside = step.beside
     limit = shared.search.budget_bytes - UNSEEN_BYTES - beside
-    longest, largest = (largest_size(shared, step if confirm else None, each, limit) for each in dimensions)
+    sizes = [largest_size(shared, step if confirm else None, each, limit) for each in dimensions]
+    if on_host and stream is None:
+        sizes = [replace(size, confirmed=size.value == each.now) for each, size in zip(dimensions, sizes, strict=True)]
+    elif on_host and confirm:
+        whole = search.streamed_search(recipe)
+        points = [shared.points.get((each.name, each.now), Convex()) for each in dimensions]
+        traced = zip(dimensions, sizes, points, strict=True)
+        sizes = [_confirmed(whole, shared.levers[0], *each) for each in traced]
+    longest, largest = sizes
     return replace(found, outcome=replace(found.outcome, longest_sequence=longest, largest_batch=largest))
 
 
-def _streamed_sizes(
-    search: RecipeSearch, recipe: Recipe, dimensions: Sequence[Dimension], *, confirm: bool
-) -> list[LargestSize]:
-    """The largest sizes with all blocks streamed and at their least: two dry runs of the whole step, and those that
-    confirm a size. The second dimension takes the line of the first, shifted by nothing: as many tokens take about as
-    much.
+def _confirmed(search: Search, levers: Levers, dimension: Dimension, size: LargestSize, points: Convex) -> LargestSize:
+    """A size by dry runs of the whole step with these levers, each of which takes as long as three of the plain step.
+    `points` are peaks of forward and backward, which grow alike.
     """
-    whole = search.streamed_search(recipe)
-    combination, policies = frugal_levers(whole)
-    combination = combination.with_lever(Stream.settings(whole.step())[-1])
-    limit, found, line = whole.budget_bytes - UNSEEN_BYTES, [], None
 
-    @cache  # both dimensions begin with the shape that was asked about
-    def peak_and_excess(shape: Shape) -> tuple[int, int]:
-        resized = with_shape(whole, shape)
-        traced = Candidate(combination, policies, (), resized.whole(combination, policies))
+    def measure(size: int) -> tuple[int, int]:
+        resized = with_shape(search, dimension.shape(size))
+        traced = Candidate(levers[0], levers[1], (), resized.whole(*levers))
         return traced.peak_bytes, resized.excess(traced)
 
-    for each in dimensions:
-        now, among = each.now, Range(each.now, each.most, each.multiple_of)
-        other = 2 * now if 2 * now <= each.most else max(1, now // 2)
-        measure = partial(lambda dimension, size: peak_and_excess(dimension.shape(size)), each)
-        points = Convex({size: measure(size)[0] for size in (now, *(() if line else (other,)))})
-        guide = points if line is None else Convex({size * now // line[0]: peak for size, peak in line[1].items()})
-        guess, fits = guide.largest(limit, among), now
-        if confirm:
-            fits, guess = corrected_bound(measure, points, limit, among, guess, times=STREAMED)
-        found.append(LargestSize(fits, confirmed=True) if fits > now or guess == now else LargestSize(guess))
-        line = line or (now, points)
-    return found
+    now, among = dimension.now, Range(dimension.now, dimension.most, dimension.multiple_of)
+    if size.value <= now:
+        return size
+    # From what was found to a little less: the whole step differs by little.
+    own = Convex({number: peak for number, peak in points.items() if number <= size.value})
+    limit = search.budget_bytes - UNSEEN_BYTES
+    fits, guess = corrected_bound(measure, own, limit, among, size.value, times=WHOLE)
+    return LargestSize(fits, confirmed=True) if fits > now or guess == now else LargestSize(guess)
 
 
 def largest_size(shared: SharedStep, step: WholeStep | None, dimension: Dimension, limit: int) -> LargestSize:

@@ -4,16 +4,17 @@ A `Search` whose tracer is a `PartTracer` traces and prices forward and backward
 joins them to the phase of one optimizer, and solves the levers for the memory that its states leave.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tightfit.devices.families import Family, family_of
 from tightfit.errors import LeverError
 from tightfit.levers.recompute import RECOMPUTE_ALL, OperatorKey, Policy
+from tightfit.levers.stream import streamable_weights
 from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import least_peak, solve
-from tightfit.planner.levers import Combination, MicroBatches, Role
+from tightfit.planner.levers import Combination, MicroBatches, Role, Stream, TiledModules
 from tightfit.planner.request import Request, Tracer
 from tightfit.planner.search.bisection import Convex
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
@@ -21,6 +22,8 @@ from tightfit.planner.search.least import LeastLevers, least_levers
 from tightfit.planner.search.search import Search
 from tightfit.recipes.batches import Shape, resized, shape_of
 from tightfit.recipes.variants import held_bytes
+from tightfit.tracing.cuda.replay import as_allocated
+from tightfit.tracing.equal_blocks import traced_with_few
 from tightfit.tracing.joined import joined, state_bytes
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.rules import Routing
@@ -33,14 +36,23 @@ IN_A_BLOCK = 4  # calls of attention in a block, at most
 COUNTS = 4  # numbers of micro-batches that are tried, the fewest first
 
 
+@dataclass
+class EqualBlocks:
+    """Whether traces of a variant may be made with few of its equal blocks. Mutable: None until that was tried."""
+
+    may: bool | None = None
+
+
 @dataclass(frozen=True)
 class PartTracer(Tracer):
     """Traces forward and backward without an optimizer's states, and nothing else: its whole step is this part.
 
-    `frees` says that each gradient is used up at once.
+    `frees` says that each gradient is used up at once. The first trace is made both with all blocks and with few of
+    those that are equal. Where both are the same in every figure, the further ones are made with few (`equal_blocks`).
     """
 
     frees: bool = False
+    equal: EqualBlocks = field(default_factory=EqualBlocks)
 
     def whole(
         self,
@@ -60,6 +72,18 @@ class PartTracer(Tracer):
         *,
         compared: bool = False,
     ) -> StepTrace:
+        may = self.equal.may is not False and not joined and combination.get(TiledModules) is None
+        found = self._with_few_blocks(combination, policies, compared) if may else None
+        if found is not None and self.equal.may:
+            return found
+        trace = self._with_all_blocks(combination, policies, joined, compared)
+        if may and self.equal.may is None:
+            self.equal.may = found == trace
+        return trace
+
+    def _with_all_blocks(
+        self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool
+    ) -> StepTrace:
         request = self.request
         with self.applied(combination, policies, joined, compared):
             return trace_part(
@@ -74,6 +98,23 @@ class PartTracer(Tracer):
                 role=request.role,
                 in_backward=self.frees,
             )
+
+    def _with_few_blocks(
+        self, combination: Combination, policies: Mapping[str, Policy], compared: bool
+    ) -> StepTrace | None:
+        stream = combination.get(Stream)
+        streamed = frozenset(() if stream is None else stream.paths)
+
+        def trace(left: Callable[[str], bool]) -> StepTrace:
+            fewer = None if stream is None else replace(stream, paths=tuple(filter(left, stream.paths)))
+            inside = {path: policy for path, policy in policies.items() if left(path)}
+            return self._with_all_blocks(combination.with_lever(fewer), inside, (), compared)
+
+        # A stream brings weights two blocks before they are used, and begins and ends otherwise for as many.
+        reach = 1 if stream is None else 2 * (1 + stream.ahead)
+        return traced_with_few(
+            self.request.model, lambda path: (policies.get(path), path in streamed), trace, reach=reach
+        )
 
 
 def trained(request: Request) -> dict[str, object]:
@@ -131,13 +172,14 @@ def keeping_attention(search: Search, frugal: Levers) -> Levers | None:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """A step with one optimizer: its shared forward and backward, and the trace of the optimizer's phase.
+    """A step with one optimizer: its shared forward and backward, and the trace of the optimizer's phase; None for one
+    that runs on the host and leaves nothing on the device.
 
     `refused` is mutable: the peak of forward and backward in bytes of the smallest size that did not fit, by dimension.
     """
 
     shared: Search
-    update: StepTrace
+    update: StepTrace | None
     frees: bool = False  # each gradient is used up at once
     refused: dict[str, int] = field(default_factory=dict)
 
@@ -151,8 +193,12 @@ class WholeStep:
     ) -> Candidate:
         """The step with these levers, and the blocks at `paths` joined to the next ones."""
         part = self.shared.whole(combination, policies, paths)
-        trace = joined(part, self.update, on_cuda=self.shared.request.role is not None)
-        return Candidate(combination, policies, paths, trace, priced, choice)
+        on_cuda = self.shared.request.role is not None
+        if self.update is not None:
+            part = joined(part, self.update, on_cuda=on_cuda)
+        elif on_cuda:
+            part = as_allocated(part)
+        return Candidate(combination, policies, paths, part, priced, choice)
 
     @cached_property
     def plain(self) -> Candidate:
@@ -162,13 +208,16 @@ class WholeStep:
     @property
     def update_peak(self) -> int:
         """The highest level of the optimizer's phase, which no lever lowers; 0 with the step in backward."""
-        return 0 if self.frees else self.plain.trace.phase_peaks()[Phase.OPTIMIZER]
+        return 0 if self.frees or self.update is None else self.plain.trace.phase_peaks()[Phase.OPTIMIZER]
 
     @property
-    def added_by_allocator(self) -> int:
-        """Bytes that the allocator adds to the sums over tensors, as in the plain step."""
-        sums = max(self.shared.plain.peak_bytes + state_bytes(self.update), self.update_peak)
-        return max(0, self.plain.peak_bytes - sums)
+    def beside(self) -> int:
+        """Bytes beside the sums over the tensors of forward and backward: the optimizer's states, and what the
+        allocator adds, as in the plain step.
+        """
+        states = 0 if self.update is None else state_bytes(self.update)
+        sums = max(self.shared.plain.peak_bytes + states, self.update_peak)
+        return states + max(0, self.plain.peak_bytes - sums)
 
     def solved_for(self, combination: Combination) -> tuple[Candidate | None, int]:
         """The fastest candidate that fits, None if none does; and the least bytes that this combination needs."""
@@ -182,7 +231,7 @@ class WholeStep:
             found = self.candidate(combination, {})
             return (found if search.excess(found) <= 0 else None), found.needed_bytes
         # What the allocator adds to the sums, as in the plain step; the trace as applied has the last word.
-        beside = state_bytes(self.update) + self.added_by_allocator
+        beside = self.beside
         bound = search.budget_bytes - UNSEEN_BYTES - beside
         least = max(least_peak(priced.chain).peak_bytes + beside, self.update_peak) + UNSEEN_BYTES
         for _ in range(SOLVED_AGAIN):
@@ -235,7 +284,7 @@ class SharedStep:
     """Forward and backward that recipes of one variant share. Mutable: what was found of it so far.
 
     `frees` says that each gradient is used up at once. `steps` are the whole steps by optimizer. `points` are the peaks
-    with the frugal levers by size, for each dimension by its name and its present size.
+    with the frugal levers by size, for each dimension by its name and its present size. `stream` is among these levers.
     """
 
     search: Search
@@ -243,6 +292,15 @@ class SharedStep:
     steps: dict[str, WholeStep] = field(default_factory=dict)
     points: dict[tuple[str, int], Convex] = field(default_factory=dict)
     recomputes: bool = False  # no kept attention lowers its peak
+    stream: Stream | None = None
+
+    def with_all_streamed(self, stream: Stream) -> "SharedStep":
+        """The same step with every block streamed whose weights may go, in the way of this setting."""
+        model = self.search.request.model
+        weights = streamable_weights(model, self.search.paths, trained=stream.trained)
+        paths = [path for path, found in zip(self.search.paths, weights, strict=True) if found]
+        every = Stream.of(model, paths, stream.ahead, trained=stream.trained, folder=stream.folder)
+        return SharedStep(self.search, self.frees, stream=every)
 
     @cached_property
     def least(self) -> LeastLevers:
@@ -252,7 +310,8 @@ class SharedStep:
     @cached_property
     def levers(self) -> tuple[Levers, Levers | None]:
         """Levers of little memory, and those that keep attention, where that is possible."""
-        frugal = frugal_levers(self.search)
+        combination, policies = frugal_levers(self.search)
+        frugal = combination.with_lever(self.stream), policies
         return frugal, keeping_attention(self.search, frugal)
 
     def part(self, shape: Shape) -> StepTrace:

@@ -163,9 +163,9 @@ class Ledger:
         self.entries.append(Entry(size, None, 0, False, name=name, category=category))
         self.live_bytes += size
 
-    def reserve_on_host(self, nbytes: int, category: Category) -> None:
+    def reserve_on_host(self, nbytes: int, category: Category, name: str = "") -> None:
         """Count memory of the host that is held during the whole step, while the device's memory is counted."""
-        self.entries.append(Entry(0, None, 0, False, category=category, host_bytes=nbytes))
+        self.entries.append(Entry(0, None, 0, False, name=name, category=category, host_bytes=nbytes))
 
     def begin_again(self) -> None:
         """Start the record here. Storages that are alive now count as existing before the step."""

@@ -65,8 +65,9 @@ class SimulatedMoves:
     def begin(self, here: set[int]) -> None:
         for number, sizes in self._sizes.items():
             self._resize(number, there=number in here)
-            for _, nbytes in () if self._is_file else sizes:
-                self._dry.ledger.reserve_on_host(in_pages(nbytes), Category.PARAMETER)
+            for tensor, nbytes in () if self._is_file else sizes:
+                name = self._dry.ledger.entries[self._dry.see(tensor).index].name
+                self._dry.ledger.reserve_on_host(in_pages(nbytes), Category.PARAMETER, name)
         if self._is_file and simulation.of_cuda:
             self._dry.ledger.reserve_on_host(STAGES * STAGE_BYTES, Category.WORKSPACE)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tightfit.levers.activity import activity
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
-from tightfit.runtime.module_paths import plain_tensors_of
+from tightfit.runtime.module_paths import plain_tensors_of, registered_modules
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.outside import outside_training
 from tightfit.runtime.simulation import simulation
@@ -165,13 +165,14 @@ def operators_simulated(dry: DryRun, role: CudaRole | None, model: nn.Module | N
 
 def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
     """Enter the tensors that exist before the step. `plain` are those that modules hold as plain attributes."""
-    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+    named = (*named_plain_tensors(model), *model.named_buffers(), *model.named_parameters())
+    names = {id(tensor): name for name, tensor in named}
     for tensor in in_order_of_moving(model):
         for held in memory_of(tensor) if isinstance(tensor, nn.Parameter) else (tensor,):
             known = not tensor.requires_grad and not is_unbacked(held)  # the optimizer changes trained weights
             ledger.announce(held, Category.PARAMETER, known=known, name=names.get(id(tensor), ""))
     for tensor in plain:
-        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor))
+        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor), name=names.get(id(tensor), ""))
     for tensor in batch:
         ledger.announce(tensor, Category.INPUT, known=not is_unbacked(tensor))
 
@@ -200,9 +201,19 @@ def held_by(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
 
 def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes, in containers too, and the scales of quantised weights."""
-    held = [tensors for module in model.modules() for _, tensors in plain_tensors_of(module)]
-    scales = [leaf for parameter in model.parameters() for leaf in scales_of(parameter)]
-    return [tensor for tensors in held for tensor in tensors] + scales
+    return [tensor for _, tensor in named_plain_tensors(model)]
+
+
+def named_plain_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The same, with the path of the attribute, or the name of the weight."""
+    held = [
+        (f"{path}.{name}".lstrip("."), tensor)
+        for path, module in registered_modules(model)
+        for name, tensors in plain_tensors_of(module)
+        for tensor in tensors
+    ]
+    scales = [(f"{name} scale", leaf) for name, weight in model.named_parameters() for leaf in scales_of(weight)]
+    return held + scales
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tightfit.memory.allocator import collector_off
 from tightfit.tracing.cuda.allocator import RESULT, CachingAllocator, DeviceFull, Scratch, SegmentPart
 from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, takes_workspace
 from tightfit.tracing.record import Category, Phase, StepTrace, StorageRecord
@@ -60,13 +61,18 @@ def play(
     With `once` there is one step, which finds the optimizer's states that it did not make itself. With `emptied` each
     begins with an empty cache, as behind `torch.cuda.empty_cache()`. Raises `DeviceFull` beyond `capacity`.
     """
+    with collector_off():  # the many small lists would make it visit all traces
+        return _played(trace, capacity, 1 if once else steps, once=once, emptied=emptied)
+
+
+def _played(trace: StepTrace, capacity: int | None, steps: int, *, once: bool, emptied: bool) -> AllocatorReplay:
     allocator = CachingAllocator(capacity=capacity, expandable=expandable_segments())
     player = _Player(trace, allocator)
     levels: list[int] = []
-    for step in range(1 if once else steps):
+    for step in range(steps):
         if emptied:
             allocator.release_cached()
-        if step == 0 and trace.first_step is not None and steps > 1:
+        if step == 0 and trace.first_step is not None and not once and steps > 1:
             begun = _Player(trace.first_step, allocator)
             begun.step(first=True)
             player.take_over(begun)
