@@ -39,6 +39,7 @@ from tightfit.recipes.variants import (
     without_optimizer,
 )
 from tightfit.recipes.whole_step import (
+    JoinedTracer,
     PartTracer,
     SharedStep,
     WholeStep,
@@ -283,20 +284,47 @@ class RecipeSearch:
         """The choice of streamed blocks and recompute that is fastest by its prices, or every block at its least with
         as few streamed as fit; `found` if nothing fits.
         """
-        recipe, search = found.recipe, self.streamed_search(found.recipe, in_file=in_file)
-        search.routing_matters = search.plain.peak_depends_on_data
-        if settings := Stream.settings(search.step()):
-            base = frugal_levers(search)[0]
-            if not stream_as_priced(search, base, settings, most=1):
-                stream_at_least(search, base, settings)
-        best = search.best
-        return found if best is None else Found(self.outcome(search, recipe, best, as_plan(search, best)), best)
+        recipe = found.recipe
+        step = self.whole_step(recipe)
+        best = _best_streamed(search := self.streamed_search(recipe, in_file=in_file, by=step))
+        if best is None:
+            return found
+        if not facts_of(recipe.optimizer).on_host:
+            return Found(self.outcome(search, recipe, best), best)
+        # What the optimizer takes of the host's memory is in a whole trace alone.
+        search = self.streamed_search(recipe, in_file=in_file, plain=step.plain.trace)
+        candidate = search.trace_applied(best.combination, best.policies, best.priced, best.choice)
+        if search.excess(candidate) > 0:
+            return self._streamed_whole(found, in_file=in_file)
+        return Found(self.outcome(search, recipe, candidate), candidate)
 
-    def streamed_search(self, recipe: Recipe, *, in_file: bool = False) -> Search:
-        """A search of the recipe's whole step that may stream weights."""
+    def _streamed_whole(self, found: Found, *, in_file: bool) -> Found:
+        """The same by traces of the whole step."""
+        search = self.streamed_search(found.recipe, in_file=in_file)
+        best = _best_streamed(search)
+        if best is None:
+            return found
+        return Found(self.outcome(search, found.recipe, best, as_plan(search, best)), best)
+
+    def streamed_search(
+        self, recipe: Recipe, *, in_file: bool = False, by: WholeStep | None = None, plain: StepTrace | None = None
+    ) -> Search:
+        """A search that may stream weights, of the recipe's whole step, or of the joined traces of one (`by`). `plain`:
+        the trace of the plain step, where it is known.
+        """
+        shared = self.shared_step(recipe).search
         asked = self.asked_for(recipe)
         asked = asked.but(levers=[str(asked.levers_named), Stream.name], weights_in_file=in_file)
-        return Search(asked.checked(may_choose=True), self.budget, limit_bytes=self.budget_bytes)
+        request = asked.checked(may_choose=True)
+        search = Search(
+            request, self.budget, known_plain=plain, known_paths=shared.paths, limit_bytes=self.budget_bytes
+        )
+        if by is not None:
+            assert isinstance(shared.tracer, PartTracer), "recipes share traces of a part"
+            # The levels of an optimizer that runs on the host are those of backward.
+            update = None if facts_of(recipe.optimizer).on_host else by.update
+            search.tracer = JoinedTracer(request, frees=by.frees, equal=shared.tracer.equal, update=update)
+        return search
 
     # Traced whole
 
@@ -316,7 +344,11 @@ class RecipeSearch:
         if found.outcome.plan is not None or candidate is None:
             return found
         # The plain step is known; a trace of it would say the same again.
-        search = self.whole_search(recipe, self.shared_step(recipe).search, self.whole_step(recipe).plain.trace)
+        plain, stream = self.whole_step(recipe).plain.trace, candidate.combination.get(Stream)
+        if stream is None:
+            search = self.whole_search(recipe, self.shared_step(recipe).search, plain)
+        else:
+            search = self.streamed_search(recipe, in_file=stream.folder is not None, plain=plain)
         search.routing_matters = search.plain.peak_depends_on_data
         if facts_of(recipe.optimizer).on_host and not search.routing_matters:
             whole = candidate  # it was traced as the whole step when it was found
@@ -325,9 +357,22 @@ class RecipeSearch:
                 candidate.combination, candidate.policies, candidate.priced, candidate.choice, candidate.joined
             )
         if search.excess(whole) > 0:
-            return self.planned(recipe)
+            if stream is None:
+                return self.planned(recipe)
+            return self._streamed_whole(
+                Found(Outcome(recipe, False, whole.peak_bytes, whole.needed_bytes)), in_file=stream.folder is not None
+            )
         search.best = whole
         return Found(self.outcome(search, recipe, whole, as_plan(search, whole)), whole)
+
+
+def _best_streamed(search: Search) -> Candidate | None:
+    search.routing_matters = search.plain.peak_depends_on_data
+    if settings := Stream.settings(search.step()):
+        base = frugal_levers(search)[0]
+        if not stream_as_priced(search, base, settings, most=1):
+            stream_at_least(search, base, settings)
+    return search.best
 
 
 def streamable_bytes(search: Search, recipe: Recipe) -> int:

@@ -69,13 +69,15 @@ def _confirmed(search: Search, levers: Levers, dimension: Dimension, size: Large
         return traced.peak_bytes, resized.excess(traced)
 
     now, among = dimension.now, Range(dimension.now, dimension.most, dimension.multiple_of)
-    if size.value <= now:
-        return size
-    # From what was found to a little less: the whole step differs by little.
-    own = Convex({number: peak for number, peak in points.items() if number <= size.value})
-    limit = search.budget_bytes - UNSEEN_BYTES
-    fits, guess = corrected_bound(measure, own, limit, among, size.value, times=WHOLE)
-    return LargestSize(fits, confirmed=True) if fits > now or guess == now else LargestSize(guess)
+    value, limit = size.value, search.budget_bytes - UNSEEN_BYTES
+    for _ in range(WHOLE):
+        if value <= now:
+            break
+        peak, excess = measure(value)
+        if excess <= 0:
+            return LargestSize(value, confirmed=True)
+        value = points.largest(min(limit, peak) - excess, among._replace(most=value - among.step))
+    return LargestSize(value, confirmed=value == now)
 
 
 def largest_size(shared: SharedStep, step: WholeStep | None, dimension: Dimension, limit: int) -> LargestSize:

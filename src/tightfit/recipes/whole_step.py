@@ -16,6 +16,7 @@ from tightfit.planner.blocks.pricing import Priced
 from tightfit.planner.blocks.solve import least_peak, solve
 from tightfit.planner.levers import Combination, MicroBatches, Role, Stream, TiledModules
 from tightfit.planner.request import Request, Tracer
+from tightfit.planner.request import state_bytes as state_bytes_of
 from tightfit.planner.search.bisection import Convex
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.least import LeastLevers, least_levers
@@ -61,60 +62,90 @@ class PartTracer(Tracer):
         joined: Sequence[str] = (),
         routing: Routing = Routing.BALANCED,
     ) -> StepTrace:
-        return self.part(combination, policies, joined=joined)
+        return self._traced(combination, policies, joined, routing)
 
     def part(
         self,
         combination: Combination,
         policies: Mapping[str, Policy],
-        plain: StepTrace | None = None,
+        plain: StepTrace,
         joined: Sequence[str] = (),
         *,
         compared: bool = False,
     ) -> StepTrace:
-        may = self.equal.may is not False and not joined and combination.get(TiledModules) is None
-        found = self._with_few_blocks(combination, policies, compared) if may else None
+        return self._traced(combination, policies, joined, compared=compared, states=state_bytes_of(plain))
+
+    def _traced(
+        self,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        joined: Sequence[str] = (),
+        routing: Routing = Routing.BALANCED,
+        *,
+        compared: bool = False,
+        states: int = 0,
+    ) -> StepTrace:
+        def all_blocks(combination: Combination, policies: Mapping[str, Policy]) -> StepTrace:
+            request = self.request
+            with self.applied(combination, policies, joined, compared):
+                return trace_part(
+                    request.model,
+                    request.parts(combination.micro_batches),
+                    request.loss,
+                    settings=request.settings,
+                    state_bytes=states,
+                    with_gradient=list(trained(request)),
+                    cost=request.cost,
+                    executor=request.executor,
+                    role=request.role,
+                    in_backward=self.frees,
+                    routing=routing,
+                )
+
+        stream = combination.get(Stream)
+        streamed = frozenset(() if stream is None else stream.paths)
+
+        def few_blocks(left: Callable[[str], bool]) -> StepTrace:
+            fewer = None if stream is None else replace(stream, paths=tuple(filter(left, stream.paths)))
+            inside = {path: policy for path, policy in policies.items() if left(path)}
+            return all_blocks(combination.with_lever(fewer), inside)
+
+        may, found = self.equal.may is not False and not joined and combination.get(TiledModules) is None, None
+        if may:
+            # A stream brings weights two blocks before they are used, and begins and ends otherwise for as many.
+            reach = 1 if stream is None else 2 * (1 + stream.ahead)
+            marks = lambda path: (policies.get(path), path in streamed)  # noqa: E731
+            found = traced_with_few(self.request.model, marks, few_blocks, reach)
         if found is not None and self.equal.may:
             return found
-        trace = self._with_all_blocks(combination, policies, joined, compared)
+        trace = all_blocks(combination, policies)
         if may and self.equal.may is None:
             self.equal.may = found == trace
         return trace
 
-    def _with_all_blocks(
-        self, combination: Combination, policies: Mapping[str, Policy], joined: Sequence[str], compared: bool
+
+@dataclass(frozen=True)
+class JoinedTracer(PartTracer):
+    """Traces a whole step as `WholeStep` has it: forward and backward, and the phase of an optimizer."""
+
+    update: StepTrace | None = None
+
+    def whole(
+        self,
+        combination: Combination,
+        policies: Mapping[str, Policy],
+        joined: Sequence[str] = (),
+        routing: Routing = Routing.BALANCED,
     ) -> StepTrace:
-        request = self.request
-        with self.applied(combination, policies, joined, compared):
-            return trace_part(
-                request.model,
-                request.parts(combination.micro_batches),
-                request.loss,
-                settings=request.settings,
-                state_bytes=0,
-                with_gradient=list(trained(request)),
-                cost=request.cost,
-                executor=request.executor,
-                role=request.role,
-                in_backward=self.frees,
-            )
+        part = super().whole(combination, policies, joined, routing)
+        return with_update(part, self.update, on_cuda=self.request.role is not None)
 
-    def _with_few_blocks(
-        self, combination: Combination, policies: Mapping[str, Policy], compared: bool
-    ) -> StepTrace | None:
-        stream = combination.get(Stream)
-        streamed = frozenset(() if stream is None else stream.paths)
 
-        def trace(left: Callable[[str], bool]) -> StepTrace:
-            fewer = None if stream is None else replace(stream, paths=tuple(filter(left, stream.paths)))
-            inside = {path: policy for path, policy in policies.items() if left(path)}
-            return self._with_all_blocks(combination.with_lever(fewer), inside, (), compared)
-
-        # A stream brings weights two blocks before they are used, and begins and ends otherwise for as many.
-        reach = 1 if stream is None else 2 * (1 + stream.ahead)
-        return traced_with_few(
-            self.request.model, lambda path: (policies.get(path), path in streamed), trace, reach=reach
-        )
+def with_update(part: StepTrace, update: StepTrace | None, *, on_cuda: bool) -> StepTrace:
+    """The trace of a whole step; without an update, of one whose optimizer runs on the host."""
+    if update is not None:
+        return joined(part, update, on_cuda=on_cuda)
+    return as_allocated(part) if on_cuda else part
 
 
 def trained(request: Request) -> dict[str, object]:
@@ -193,12 +224,8 @@ class WholeStep:
     ) -> Candidate:
         """The step with these levers, and the blocks at `paths` joined to the next ones."""
         part = self.shared.whole(combination, policies, paths)
-        on_cuda = self.shared.request.role is not None
-        if self.update is not None:
-            part = joined(part, self.update, on_cuda=on_cuda)
-        elif on_cuda:
-            part = as_allocated(part)
-        return Candidate(combination, policies, paths, part, priced, choice)
+        trace = with_update(part, self.update, on_cuda=self.shared.request.role is not None)
+        return Candidate(combination, policies, paths, trace, priced, choice)
 
     @cached_property
     def plain(self) -> Candidate:

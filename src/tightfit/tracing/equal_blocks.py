@@ -1,10 +1,10 @@
 """Runs a step of many equal blocks dry with a few of them, and lengthens the record to all.
 
-Blocks of one class with weights of the same shapes and with the same levers do the same, one after the other in forward
-and in the opposite order in backward. So the model is run without most of them. Among those that are left, the record of
-each inner group must be that of its neighbours, moved by one block: each operator with its numbers, each storage with
-its size, its birth and its death. Then the record of the group in the middle is repeated once for each group that was
-left out. Where anything differs there is no such record, and the caller runs the whole model.
+Blocks of one class with weights of the same shapes and with the same levers do the same, one after the other in
+forward and in the opposite order in backward. So the model is run without most of them. Among those that are left, the
+record of the middle one must be that of its neighbours, moved by one block: each operator with its numbers, each
+storage with its size, its birth and its death. Then it is repeated once for each block that was left out. Where
+anything differs there is no such record, and the caller runs the whole model.
 """
 
 import itertools

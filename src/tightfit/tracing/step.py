@@ -177,6 +177,7 @@ def trace_part(
     executor: ExecutorCost = NO_EXECUTOR_COST,
     role: CudaRole | None = None,
     in_backward: bool = False,
+    routing: Routing = Routing.BALANCED,
     rank: Rank | None = None,
 ) -> StepTrace:
     """Trace forward and backward of the last micro-batch only, which is faster than a whole step.
@@ -185,11 +186,9 @@ def trace_part(
     the parameters that get a gradient; with several micro-batches it exists from the start. `gradients_before` names
     the parameters that have a gradient before the step. With `in_backward` each gradient is freed when it is ready, at
     an operator `STEPPED` that does nothing. `optimizer` is needed if it steps in backward, or moves gradients there.
-    With a `rank` the model is its own, and is changed.
+    `routing` is as for `trace_step`. With a `rank` the model is its own, and is changed.
     """
-    with dry_run_of(
-        model, parts, cost, executor, role, beside=modules_beside(loss), rank=rank, settings=settings
-    ) as dry:
+    with dry_run_of(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings) as dry:
         if rank is not None:
             model = _joined(dry, model, rank)
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)

@@ -162,6 +162,10 @@ class CachingAllocator:
                 self._join(block, neighbour)
         pool.add(block)
 
+    def free_blocks(self) -> dict[PoolName, list[tuple[int, ...]]]:
+        """Size, rank and address of each free block."""
+        return {name: list(pool.keys) for name, pool in self._pools.items()}
+
     def _should_split(self, block: SegmentPart, size: int) -> bool:
         rest = block.size - size
         # A rest of at most 1 MiB remains part of a large block, and counts as allocated (`should_split`).

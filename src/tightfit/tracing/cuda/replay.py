@@ -69,6 +69,7 @@ def _played(trace: StepTrace, capacity: int | None, steps: int, *, once: bool, e
     allocator = CachingAllocator(capacity=capacity, expandable=expandable_segments())
     player = _Player(trace, allocator)
     levels: list[int] = []
+    state = None
     for step in range(steps):
         if emptied:
             allocator.release_cached()
@@ -78,6 +79,10 @@ def _played(trace: StepTrace, capacity: int | None, steps: int, *, once: bool, e
             player.take_over(begun)
         else:
             levels = player.step(first=step == 0 and not once)
+        if step + 1 < steps and not emptied:
+            before, state = state, player.state()
+            if state == before:  # so every later step is as this one
+                break
     return AllocatorReplay(tuple(levels), allocator.peak_reserved)
 
 
@@ -136,22 +141,33 @@ class _Player:
         self._allocate(self.resident)
         if not first or self.optimizer is None:
             self._allocate(self.states)
-        levels = []
+        levels, nothing = [], []
         for index, operator in enumerate(self.trace.operators):
-            born = self.born[index][::-1] if operator.name in _LAST_RESULT_FIRST else self.born[index]
-            for left, result in self.in_place[index]:
+            born, died = self.born.get(index, nothing), self.died.get(index)
+            if operator.name in _LAST_RESULT_FIRST:
+                born = born[::-1]
+            for left, result in self.in_place.get(index, nothing):
                 if left in self.blocks:
                     self.blocks[result] = self.blocks.pop(left)
-            self._release(self.died[index])
+            if died is not None:
+                self._release(died)
             if index == self.optimizer:
                 self._allocate(self.states)  # PyTorch's optimizers make their states in their first step
-            level = self._run(born, operator.workspace_bytes)
+            if operator.workspace_bytes:
+                level = self._run(born, operator.workspace_bytes)
+            else:
+                self._allocate(born)
+                level = self.allocator.allocated
             if first and takes_workspace(operator.name):
                 self._allocate(self.workspaces[operator.phase in (Phase.BACKWARD, Phase.RECOMPUTE) :][:1])
             levels.append(level)
         self._release(self.died[len(self.trace.operators)])
         self._allocate(self.workspaces)  # a process that trains has had products in both threads
         return levels
+
+    def state(self) -> object:
+        """Where live blocks and free ones are, which is all that a further step depends on."""
+        return {index: (b.address, b.size) for index, b in self.blocks.items()}, self.allocator.free_blocks()
 
     def take_over(self, begun: "_Player") -> None:
         """Go on where another player's step has ended: what outlives a step is the same memory in both traces."""
