@@ -75,7 +75,11 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 def plain_tensors_of(module: nn.Module) -> list[tuple[str, list[Tensor]]]:
     """The tensors in a module's plain attributes, including containers, by the attribute's name."""
-    return [(name, list(tensors_in(value))) for name, value in vars(module).items() if name not in _REGISTERED]
+    return [
+        (name, list(tensors_in(value)))
+        for name, value in vars(module).items()
+        if type(value) not in INERT and name not in _REGISTERED
+    ]
 
 
 def globs_of(paths: Iterable[str]) -> list[str]:

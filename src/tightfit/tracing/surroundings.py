@@ -89,7 +89,8 @@ def dry_run_of(
     if role is not None:  # cuBLAS keeps its workspaces from the first product on, and no operator shows them
         for _ in range(THREADS_WITH_PRODUCTS):
             ledger.reserve(role.held_by_a_thread, Category.WORKSPACE, HANDLE_WORKSPACE)
-    plain = plain_tensors(model)
+    named_plain = named_plain_tensors(model)
+    plain = [tensor for _, tensor in named_plain]
     lasting = model if rank is None else nn.Module()
     everything = [*lasting.parameters(), *model.buffers(), *plain, *batch, *held_by(beside)]
     with (
@@ -114,7 +115,7 @@ def dry_run_of(
         with running_dry(dry):
             for module in beside:
                 restored.enter_context(everything_restored(module))
-            announce(ledger, lasting, batch, plain)
+            announce(ledger, lasting, batch, named_plain)
             dry.generators = Generators(attributes)
             dry.begin_draws()
             if role is not None and settings is not None and settings.precision == "fp16":
@@ -123,7 +124,7 @@ def dry_run_of(
                 ledger.reserve(MIN_BLOCK, Category.WORKSPACE, "steps since the loss scale grew")
             dry.lasting = Lasting(attributes, [t for t in everything if not t.requires_grad])
             for module in beside:
-                announce(ledger, module, [], plain_tensors(module))
+                announce(ledger, module, [], named_plain_tensors(module))
             with (
                 operators_simulated(dry, role, model),
                 _watching_saves(ledger),
@@ -163,16 +164,17 @@ def operators_simulated(dry: DryRun, role: CudaRole | None, model: nn.Module | N
         yield
 
 
-def announce(ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
+def announce(
+    ledger: Ledger, model: nn.Module, batch: Sequence[torch.Tensor], plain: Sequence[tuple[str, torch.Tensor]]
+) -> None:
     """Enter the tensors that exist before the step. `plain` are those that modules hold as plain attributes."""
-    named = (*named_plain_tensors(model), *model.named_buffers(), *model.named_parameters())
-    names = {id(tensor): name for name, tensor in named}
+    names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
     for tensor in in_order_of_moving(model):
         for held in memory_of(tensor) if isinstance(tensor, nn.Parameter) else (tensor,):
             known = not tensor.requires_grad and not is_unbacked(held)  # the optimizer changes trained weights
             ledger.announce(held, Category.PARAMETER, known=known, name=names.get(id(tensor), ""))
-    for tensor in plain:
-        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor), name=names.get(id(tensor), ""))
+    for name, tensor in plain:
+        ledger.announce(tensor, Category.PARAMETER, known=not is_unbacked(tensor), name=name)
     for tensor in batch:
         ledger.announce(tensor, Category.INPUT, known=not is_unbacked(tensor))
 

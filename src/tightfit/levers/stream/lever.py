@@ -159,8 +159,12 @@ def install_streams(
 
 def streamed_bytes(model: nn.Module, paths: Iterable[str], *, trained: bool = False) -> int:
     """Bytes on the host, in pinned memory or in a file, of the weights of these blocks: each storage in whole pages."""
-    blocks = streamable_weights(model, list(paths), trained=trained)
-    storages = [tensor.untyped_storage() for block in blocks for tensor in block]
+    return sum(map(bytes_on_host, streamable_weights(model, list(paths), trained=trained)))
+
+
+def bytes_on_host(weights: Iterable[torch.Tensor]) -> int:
+    """The same of one block's weights."""
+    storages = [tensor.untyped_storage() for tensor in weights]
     return sum({storage._cdata: in_pages(storage.nbytes()) for storage in storages}.values())
 
 

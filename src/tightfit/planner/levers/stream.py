@@ -41,14 +41,15 @@ class Stream(Lever):
     @classmethod
     def settings(cls, step: PlainStep) -> Sequence[Self]:
         """From one block to all, spread evenly: then a copy has the time of several blocks."""
-        from tightfit.levers.stream import streamable_weights
+        from tightfit.levers.stream import bytes_on_host, streamable_weights
 
         trained = step.updates_on_host
         found = streamable_weights(step.model, step.blocks, trained=trained) if step.blocks else []
-        paths = [path for path, weights in zip(step.blocks, found, strict=True) if weights]
+        # What two blocks share goes with neither, so the bytes of several are a sum.
+        sizes = {path: bytes_on_host(weights) for path, weights in zip(step.blocks, found, strict=True) if weights}
         trained = trained and any(weight.requires_grad for weights in found for weight in weights)
-        chosen = (spread(paths, count) for count in range(1, len(paths) + 1))
-        return [cls.of(step.model, each, trained=trained, folder=step.folder) for each in chosen]
+        chosen = [tuple(spread(list(sizes), count)) for count in range(1, len(sizes) + 1)]
+        return [cls(each, 1, sum(map(sizes.__getitem__, each)), trained, step.folder) for each in chosen]
 
     @classmethod
     def of(
