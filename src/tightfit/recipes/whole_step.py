@@ -38,8 +38,8 @@ COUNTS = 4  # numbers of micro-batches that are tried, the fewest first
 
 
 @dataclass
-class EqualBlocks:
-    """Whether traces of a variant may be made with few of its equal blocks. Mutable: None until that was tried."""
+class FewBlocks:
+    """The traces of a variant may be made with few of its equal blocks. Mutable: None until that was tried."""
 
     may: bool | None = None
 
@@ -53,7 +53,7 @@ class PartTracer(Tracer):
     """
 
     frees: bool = False
-    equal: EqualBlocks = field(default_factory=EqualBlocks)
+    equal: FewBlocks = field(default_factory=FewBlocks)
 
     def whole(
         self,

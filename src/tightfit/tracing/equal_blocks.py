@@ -88,7 +88,7 @@ def _longest_run(holder: str, paths: Sequence[str], kinds: Sequence[Hashable], r
 
 
 def kind_of(block: nn.Module, place: int) -> Hashable:
-    """What a block is, but for its weights' numbers and its place: classes, shapes, settings and hooks."""
+    """A block's classes, shapes, settings and hooks: all but its weights' numbers and its place."""
     found: list[Any] = []
     for path, module in registered_modules(block):
         tensors = [
@@ -381,7 +381,7 @@ class _Lengthening:
                     raise Unequal(f"{same.__name__} of {self.run.left[other][0]} in {kind}")
 
     def _beside(self, time: int) -> tuple[int, int]:
-        """What the levels count beside the sums over storages at an operator."""
+        """Bytes that the levels count beside the sums over storages at an operator."""
         return self.old.levels[time] - self.sums[time], self.old.starts[time] - self.sums[time]
 
     # The new record
