@@ -108,9 +108,13 @@ def settle(model: nn.Module, device: torch.device | None = None) -> None:
     for ring in rings_on(model):
         if device is not None and ring.window is None:
             ring.device = device
-        ring.settled()
         if device is not None:
             move_rest(model, ring, device)
+        is_first = ring.window is None
+        ring.settled()
+        if is_first and ring.device.type == "cuda":
+            # Moving took memory for three blocks, or for all, in segments that do not suit the step.
+            torch.cuda.empty_cache()
 
 
 class AppliedStream(Applied):

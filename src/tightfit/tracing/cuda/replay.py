@@ -137,7 +137,9 @@ class _Player:
 
     def step(self, *, first: bool) -> list[int]:
         """Replay one step, and return the allocated bytes while each operator runs."""
-        self._release(self.born_and_left())
+        left = self.born_and_left()
+        self._take_back(left)
+        self._release(left)
         self._allocate(self.resident)
         if not first or self.optimizer is None:
             self._allocate(self.states)
@@ -218,6 +220,18 @@ class _Player:
     def born_and_left(self) -> list[int]:
         """Storages of the previous step that outlived it, such as gradients: the new step allocates them again."""
         return [index for index in self.blocks if self.trace.storages[index].operator is not None]
+
+    def _take_back(self, left: list[int]) -> None:
+        """Give what the last step has left to what this one finds: weights that streamed in for it stay where they
+        are.
+        """
+        waiting: dict[tuple[Category, str, int], list[int]] = defaultdict(list)
+        for index in left:
+            if self.trace.storages[index].name:
+                waiting[_kind_of(self.trace.storages[index])].append(index)
+        for index in self.resident:
+            if index not in self.blocks and (same := waiting.get(_kind_of(self.trace.storages[index]))):
+                self.blocks[index] = self.blocks.pop(same.pop(0))
 
     def _allocate(self, indexes: list[int]) -> None:
         for index in indexes:
