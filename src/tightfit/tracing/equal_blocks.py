@@ -18,6 +18,7 @@ from torch import nn
 
 from tightfit.memory.allocator import collector_off
 from tightfit.runtime.module_paths import registered_modules
+from tightfit.runtime.nested import INERT
 from tightfit.tracing.record import Assumption, ModuleCall, OperatorRecord, Phase, StepTrace, StorageRecord
 from tightfit.tracing.step import STEPPED
 
@@ -99,7 +100,7 @@ def kind_of(block: nn.Module, place: int) -> Hashable:
         settings = [
             (name, value)
             for name, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str, type(None)))
+            if (type(value) in INERT or (type(value) is tuple and all(type(each) in INERT for each in value)))
             and not (isinstance(value, int) and value >= place and name.endswith(PLACES))
         ]
         hooks = [(name, len(held)) for name, held in vars(module).items() if name.endswith("_hooks") and held]
