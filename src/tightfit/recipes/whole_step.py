@@ -62,7 +62,11 @@ class PartTracer(Tracer):
         joined: Sequence[str] = (),
         routing: Routing = Routing.BALANCED,
     ) -> StepTrace:
-        return self._traced(combination, policies, joined, routing)
+        return self.stepped(self._traced(combination, policies, joined, routing))
+
+    def stepped(self, part: StepTrace) -> StepTrace:
+        """The trace of the whole step, which is the part itself."""
+        return part
 
     def part(
         self,
@@ -110,12 +114,14 @@ class PartTracer(Tracer):
             inside = {path: policy for path, policy in policies.items() if left(path)}
             return all_blocks(combination.with_lever(fewer), inside)
 
+        def levers_on(path: str) -> tuple[Policy | None, bool]:
+            return policies.get(path), path in streamed
+
         may, found = self.equal.may is not False and not joined and combination.get(TiledModules) is None, None
         if may:
             # A stream brings weights two blocks before they are used, and begins and ends otherwise for as many.
             reach = 1 if stream is None else 2 * (1 + stream.ahead)
-            marks = lambda path: (policies.get(path), path in streamed)  # noqa: E731
-            found = traced_with_few(self.request.model, marks, few_blocks, reach)
+            found = traced_with_few(self.request.model, levers_on, few_blocks, reach)
         if found is not None and self.equal.may:
             return found
         trace = all_blocks(combination, policies)
@@ -130,14 +136,7 @@ class JoinedTracer(PartTracer):
 
     update: StepTrace | None = None
 
-    def whole(
-        self,
-        combination: Combination,
-        policies: Mapping[str, Policy],
-        joined: Sequence[str] = (),
-        routing: Routing = Routing.BALANCED,
-    ) -> StepTrace:
-        part = super().whole(combination, policies, joined, routing)
+    def stepped(self, part: StepTrace) -> StepTrace:
         return with_update(part, self.update, on_cuda=self.request.role is not None)
 
 
