@@ -92,6 +92,19 @@ def test_no_file_imports_itself_by_way_of_others():
     assert not circles, f"these import each other, or what does: {circles}"
 
 
+def test_no_module_of_ours_is_imported_by_a_name_in_text():
+    """Such an import would not be seen by the tests above."""
+    named = [
+        f"{module_of(path)}, line {node.lineno}"
+        for path in FILES
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+        for given in [*node.args, *(keyword.value for keyword in node.keywords)]
+        if isinstance(given, ast.Constant) and str(given.value).startswith("tightfit")
+    ]
+    assert not named, named
+
+
 def _file_of(name, files):
     """The file that an imported name is, or lies in; for what `tightfit` itself gives, that one."""
     if name in files:

@@ -5,7 +5,10 @@ can show its help without torch.
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from tightfit.errors import CannotFit as _CannotFit
 
 if TYPE_CHECKING:  # the names of `_HOMES`, for type checkers, which cannot follow `__getattr__`
     from tightfit.levers.captured import capture, recompute
@@ -141,3 +144,12 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tightfit' has no attribute {name!r}")
+
+
+def _ways_out_of(refusal: Any) -> Sequence[Any]:
+    from tightfit.recipes.ways_out import ways_out_of  # most who catch the error do not ask
+
+    return ways_out_of(refusal)
+
+
+_CannotFit.find_ways_out = _ways_out_of

@@ -24,9 +24,8 @@ TightfitError                    exit code 2 unless a subclass says otherwise
 """
 
 import json
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 LONGEST_LINE = 1000  # characters of an error about a configuration, and of what other code has said
 
@@ -146,6 +145,8 @@ class CannotFit(TightfitError):
     """
 
     exit_code = 3
+    # Given by `tightfit/__init__.py`: the rooms that find ways out import this file.
+    find_ways_out: ClassVar[Callable[[Any], Sequence[Any]]]
 
     def __init__(self, message: str, least_bytes: int, taken_bytes: int | None = None, refusal: Any = None):
         super().__init__(message)
@@ -162,9 +163,7 @@ class CannotFit(TightfitError):
         """
         found = self._ways_out
         if found is None:
-            # By name: this file stands above the room that finds them, and most who catch the error do not ask.
-            finder = import_module("tightfit.recipes.ways_out")
-            found = self._ways_out = finder.ways_out_of(self.refusal)
+            found = self._ways_out = type(self).find_ways_out(self.refusal)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ _Home = tuple[str, int, int] | None
 
 
 @dataclass
-class _Records:
+class _Segments:
     """Records of one kind (operators, storages, values, calls) with their homes, and where they are in the new record.
 
     `order` are the new records: the old index, and the new number of its group; None: it belongs to none.
@@ -77,7 +77,7 @@ class _Records:
     new_of: dict[tuple[str, int, int] | int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, where: Iterable[tuple[str, int] | None], middle: int, more: int) -> "_Records":
+    def of(cls, where: Iterable[tuple[str, int] | None], middle: int, more: int) -> "_Segments":
         """`where` is the segment of each record. As many groups are added behind the middle one as `more`."""
         counts: dict[tuple[str, int], int] = {}
         homes: list[_Home] = []
@@ -120,10 +120,10 @@ class _Lengthening:
         self.sums = _alive(trace.storages, self.count)
         self.pieces = self._pieces()
         self.starts = [piece.start for piece in self.pieces]
-        self.operators = _Records.of((self._segment(time) for time in range(self.count)), self.middle, self.more)
-        self.storages = _Records.of(map(self._segment_of_storage, trace.storages), self.middle, self.more)
-        self.values = _Records.of(map(self._segment_of_value, range(len(trace.values))), self.middle, self.more)
-        self.calls = _Records.of(self._segments_of_calls(), self.middle, self.more)
+        self.operators = _Segments.of((self._segment(time) for time in range(self.count)), self.middle, self.more)
+        self.storages = _Segments.of(map(self._segment_of_storage, trace.storages), self.middle, self.more)
+        self.values = _Segments.of(map(self._segment_of_value, range(len(trace.values))), self.middle, self.more)
+        self.calls = _Segments.of(self._segments_of_calls(), self.middle, self.more)
         # Where the operators of a segment begin in the new record.
         self.begins: dict[tuple[str, int], int] = {}
         for new, (index, group) in enumerate(self.operators.order):
@@ -221,7 +221,7 @@ class _Lengthening:
 
     # References from one record to another. They are of the same kind in every group, or name the same thing.
 
-    def _relative(self, records: _Records, index: int, group: int) -> tuple[str, int, int] | None:
+    def _relative(self, records: _Segments, index: int, group: int) -> tuple[str, int, int] | None:
         home = records.homes[index]
         return None if home is None else (home[0], home[1] - group, home[2])
 
@@ -238,10 +238,10 @@ class _Lengthening:
         return way is None or way[1] + group in (0, len(self.run.left) - 1)
 
     def _compare(self, group: int, other: int) -> None:
-        def same_index(records: _Records) -> Callable[[int, int], bool]:
+        def same_index(records: _Segments) -> Callable[[int, int], bool]:
             return lambda a, b: self._same(a, b, lambda index, g: self._relative(records, index, g), group)
 
-        def same_indexes(records: _Records, ones: Sequence[int], others: Sequence[int]) -> bool:
+        def same_indexes(records: _Segments, ones: Sequence[int], others: Sequence[int]) -> bool:
             return len(ones) == len(others) and all(map(same_index(records), ones, others))
 
         def same_call(one: int, two: int) -> bool:
@@ -343,7 +343,7 @@ class _Lengthening:
             raise Unequal("something outside of the blocks depends on one in the middle")
         return group if group < self.middle else group + self.more
 
-    def _index(self, records: _Records, index: int, group: int | None, new_group: int | None) -> int:
+    def _index(self, records: _Segments, index: int, group: int | None, new_group: int | None) -> int:
         """The new index of a record, as one of a group sees it; `group` is the old number of that group."""
         home = records.homes[index]
         if home is None:
@@ -387,7 +387,7 @@ class _Lengthening:
         old = self.old
         named = self._names_of_all()
 
-        def group_in(records: _Records, index: int) -> int | None:
+        def group_in(records: _Segments, index: int) -> int | None:
             home = records.homes[index]
             return None if home is None else home[1]
 
