@@ -104,6 +104,23 @@ def test_a_loss_that_couples_samples_is_refused_with_its_reason(name):
         refuse_coupled(model, batch(), loss)
 
 
+def of_rare_classes(model, batch):
+    counts = torch.bincount(batch[2], minlength=32).clamp_min(1).to(batch[0].dtype)
+    return F.cross_entropy(model(batch[0]), batch[2] % 16, weight=1 / counts[:16])
+
+
+def of_those_that_came_once(model, batch):
+    _, places, counts = batch[2].unique(return_inverse=True, return_counts=True)
+    return (error(model, batch) / counts[places]).mean()
+
+
+@pytest.mark.parametrize("loss", [of_rare_classes, of_those_that_came_once])
+def test_a_loss_that_counts_within_the_batch_is_refused_where_every_count_is_one(loss):
+    inputs, targets, _ = batch(8)
+    with pytest.raises(LeverError, match="couples the samples"):
+        refuse_coupled(Net(), (inputs, targets, torch.arange(8)), loss)
+
+
 @pytest.mark.parametrize("name", APART)
 def test_other_losses_are_not(name):
     model, loss = APART[name]

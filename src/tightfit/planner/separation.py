@@ -112,7 +112,7 @@ def can_be_tried(model: nn.Module, batch: Batch) -> bool:
 
 
 def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[SampleLosses]:
-    """Trials of a batch's samples as they are, and with unlike numbers of labels. Raises `Coupled`.
+    """Trials of a batch's samples as they are, with unlike numbers of labels, and one of them twice. Raises `Coupled`.
 
     Sequences of tokens are cut. A loss that refuses such samples is tried with them whole. They are tried where the
     model is: a batch that is planned for may be on the host.
@@ -131,7 +131,8 @@ def _trials(model: nn.Module, plain: Batch, short: Batch, loss: Loss) -> Iterato
     said: Coupled | None = None
     found = False
     uneven = unlike(short)
-    for samples in (short,) if uneven is short else (uneven, short):
+    # Counts within the batch (weights of classes, unique values) are all 1 where no two samples are alike.
+    for samples in (*(() if uneven is short else (uneven,)), short, _one_twice(short, loss)):
         try:
             trial = _at_best(model, samples, loss)
         except CannotRun as error:
@@ -277,6 +278,12 @@ def _rows(batch: Batch, loss: Loss) -> list[int]:
     step = max(1, math.isqrt(max(size - 1, 0)) + 1) if size > MOST_SAMPLES else 1
     samples = sorted({*range(step), *range(0, size, step)})[:MOST_SAMPLES] if step > 1 else range(size)
     return [sample * together + row for sample in samples for row in range(together)]
+
+
+def _one_twice(samples: Batch, loss: Loss) -> Batch:
+    """The first sample twice, and the second one."""
+    together = batch_size(samples) // inseparable_samples(samples, loss)
+    return rows_of(samples, [*range(together), *range(together), *range(together, batch_size(samples))][: 3 * together])
 
 
 def _drawn(model: nn.Module, attributes: Contents) -> tuple[Any, ...]:
