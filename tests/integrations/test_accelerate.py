@@ -69,8 +69,8 @@ def test_a_budget_below_the_least_is_one_line():
 def test_a_device_that_is_measured_at_the_first_plan_is_said_so(monkeypatch, caplog):
     known = planning.lookup(None)
 
-    def lookup(device, notice=None):
-        if notice is not None:
+    def lookup(device, notice=None, *, measured=False):
+        if measured:
             notice("measuring this CPU, once, in some seconds")
         return known
 

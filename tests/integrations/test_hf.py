@@ -185,7 +185,7 @@ def test_a_loss_over_pairs_of_samples_is_not_split(tmp_path):
         pass
 
     made = {"args": arguments(tmp_path, max_steps=1), "train_dataset": samples(), "data_collator": padded}
-    with pytest.raises(LeverError, match="micro_batch: Within cannot split its batches: the losses of two samples"):
+    with pytest.raises(LeverError, match="micro_batch: Within cannot split its batches: the losses of samples do not"):
         Within(model=llama(), memory_budget="0.4x", memory_levers=["micro_batch"], **made).train()
     rounding = Within(model=llama(), memory_budget="0.7x", memory_levers="rounding", **made)
     rounding.train()

@@ -23,12 +23,14 @@ _DRAWN = 600  # of them at an end. After these, numbers are random again: code m
 # From an end of a word's range. Not 0: code may divide by a number, or take its logarithm. PyTorch makes a number of
 # the last 24 bits of a word, others of the first ones, and whole numbers of a few last or first bits.
 _NEAR = 13 << 7
+_SPREAD = 0x9E3779B9  # 2 ** 32 by the golden ratio: multiples of it fill a word's range evenly, and its last bits too
 _LATER = [(place + 1) * 1812433253 & 0xFFFFFFFF for place in range(_WORDS - _DRAWN)]
 
 
 class Draws(enum.Enum):
-    """Which numbers the generators give in a dry run: near one end of their range, near the two in turns, or below the
-    middle, which is the last of two, four or eight choices to Python.
+    """Which numbers the generators give in a dry run: near one end of their range, near the two in turns, below the
+    middle, which is the last of two, four or eight choices to Python, or spread over the range, so that choices among
+    many differ.
     """
 
     HIGH = "high"
@@ -36,6 +38,7 @@ class Draws(enum.Enum):
     HIGH_THEN_LOW = "high, low"
     LOW_THEN_HIGH = "low, high"
     BELOW_MIDDLE = "below the middle"
+    SPREAD = "spread"
 
 
 class _Assumed(threading.local):
@@ -80,6 +83,9 @@ class Generators:
 
 def _words(draws: Draws, each: int) -> list[int]:
     """The words of a state from which the next numbers, of `each` words, are as assumed."""
+    if draws is Draws.SPREAD:
+        spread = [_untempered((place + 1) * _SPREAD & 0xFFFFFFFF) for place in range(_DRAWN)]
+        return [*_LATER, *spread]
     low, high, middle = map(_untempered, (_NEAR, 0xFFFFFFFF - _NEAR, 0x7FFFFFFF - _NEAR))
     turns = {
         Draws.HIGH: (high,),

@@ -97,7 +97,7 @@ class DryRun(Recording):
         self.strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # leaves outside the model, with gradients
         self.lasting: Lasting | None = None
         self.generators: Generators | None = None
-        self.reads_draws = False  # whether code read a number that an operator drew
+        self.reads_draws = False  # whether code read a number that an operator drew, or results are as many as it says
         self._states = ""  # of other generators, where the recorded step begins
         self.loss_scale: torch.Tensor | None = None  # what `torch.amp.GradScaler` multiplies the loss by, on a card
         self._imported = len(sys.modules)
@@ -129,7 +129,7 @@ class DryRun(Recording):
         cells = [self.see(t) for t in inputs]
         unknown = not all(cell.known for cell in cells)
         drawn = traits.is_random or any(cell.drawn for cell in cells)
-        self.reads_draws |= drawn and func in ASKING
+        self.reads_draws |= drawn and (func in ASKING or func in COUNTED)
         if unknown and (answered := self.questions.ask(func, args)) is not None:
             return answered.value  # `loss.item()`, `isnan`: there is no number to read
         self.forget_imports()
@@ -344,6 +344,8 @@ class DryRun(Recording):
                     # The places themselves would take gigabytes. Only their shape matters.
                     return [TensorShape((index.numel(),), (index.dim(),), torch.int64).unbacked()] * index.dim()
                 index = torch.ones(index.shape, dtype=torch.bool)
+            elif self.see(index).drawn:
+                self.reads_draws = True
             return list(index.nonzero().unbind(1))
 
         return (args[0], [place for index in args[1] for place in places(index)], *args[2:])
@@ -352,7 +354,9 @@ class DryRun(Recording):
         """Replace lengths on which the results' sizes depend by numbers. Unknown lengths are assumed to be 0."""
 
         def numbers(tensor: torch.Tensor) -> list[int]:
-            if self.see(tensor).known:
+            cell = self.see(tensor)
+            if cell.known:
+                self.reads_draws |= cell.drawn
                 return tensor.tolist()
             self.questions.note(f"the lengths given to {func}", "0", moves_peak=True)
             return [0] * tensor.numel()

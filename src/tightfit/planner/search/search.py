@@ -5,6 +5,7 @@ its blocks are priced and solved, the solution is traced as applied, and kept if
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -89,16 +90,32 @@ class Search:
         return self.known_paths
 
     @cached_property
+    def outcomes(self) -> list[StepTrace]:
+        """The plain step with each outcome of random numbers that it reads; none where no block may recompute."""
+        if not self.plain.reads_draws or not self.request.may(Recompute):
+            return []
+        return [replace(self.tracer, draws=each).whole(self.request.plain, {}) for each in self.request.outcomes]
+
+    @cached_property
     def elsewhere(self) -> dict[str, Policy]:
         """The policies of blocks that run in other outcomes of random numbers than the one that is solved.
 
         They keep nothing. So where one stands in for a block of that outcome, it holds no more than that one.
         """
-        if not self.plain.reads_draws or not self.request.may(Recompute):
-            return {}
-        traces = [replace(self.tracer, draws=each).whole(self.request.plain, {}) for each in self.request.outcomes]
-        found = [find_blocks(self.request.model, self.request.blocks, trace) for trace in traces]
+        found = [find_blocks(self.request.model, self.request.blocks, trace) for trace in self.outcomes]
         return {path: RECOMPUTE_ALL for paths in found for path in paths if path not in self.paths}
+
+    @cached_property
+    def drawn_again(self) -> dict[str, Policy]:
+        """The policies of blocks where an outcome runs one of them more often than the one that is solved, as choices
+        among blocks do.
+
+        Any of them may be the one, so none keeps more than another.
+        """
+        here, *others = (Counter(call.path for call in trace.calls) for trace in (self.plain, *self.outcomes))
+        if not any(0 < here[path] < other[path] for path in self.paths for other in others):
+            return {}
+        return {path: RECOMPUTE_ALL for path in self.paths if any(other[path] != here[path] for other in others)}
 
     def step(self, plain: StepTrace | None = None) -> PlainStep:
         """The plain step as levers see it. `plain` replaces the search's own trace by another one of the same model,
@@ -155,7 +172,7 @@ class Search:
         choice: tuple[int, ...] = (),
         joined: tuple[str, ...] = (),
     ) -> Candidate:
-        policies = {**self.elsewhere, **policies} if policies else policies
+        policies = {**self.elsewhere, **policies, **self.drawn_again} if policies else policies
         trace = self.whole(combination, policies, joined)
         routed = self.tracer.routed_peaks(trace, combination, policies, joined) if self.routing_matters else []
         return Candidate(combination, policies, joined, trace, priced, choice, max(routed, default=None))
