@@ -57,7 +57,25 @@ def categorical(y):
     return torch.distributions.Categorical(logits=y.float(), validate_args=True).entropy()
 
 
+def gamma(y):
+    return torch.distributions.Gamma(y.exp(), 1.0, validate_args=True).rsample()
+
+
+def dirichlet(y):
+    return torch.distributions.Dirichlet(y.exp(), validate_args=True).rsample()
+
+
+def beta(y):
+    return torch.distributions.Beta(y.exp(), y.abs() + 1, validate_args=True).rsample()
+
+
+def binomial(y):
+    chances = torch.distributions.Binomial(3, logits=y.detach(), validate_args=True)
+    return y * chances.sample()
+
+
 CHECKS = [finite, kept_for_later, two_in_one_line, each_of_several, close, as_numbers, normal, categorical]
+CHECKS += [gamma, dirichlet, beta, binomial]
 
 
 def stack():

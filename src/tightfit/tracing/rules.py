@@ -461,6 +461,10 @@ def _as_input(grad: torch.Tensor, source: torch.Tensor, *rest: Any, **options: A
     return torch.empty_like(source)
 
 
+def _drawn(source: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    return _meta(source.shape, source.dtype)
+
+
 def _fake_quantize(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
 
@@ -468,7 +472,12 @@ def _fake_quantize(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
-    # Those without a meta kernel. Source: ATen/native/LossMultiMargin.cpp, LossMultiLabelMargin.cpp, quantized/
+    # Those without a meta kernel. Source: ATen/native/Distributions.cpp, LossMultiMargin.cpp, LossMultiLabelMargin.cpp,
+    # quantized/
+    **{
+        getattr(aten, name).default: _drawn
+        for name in ("_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad", "binomial")
+    },
     aten.multi_margin_loss_backward.default: _as_input,
     aten.multilabel_margin_loss_backward.default: _as_input,
     aten.fake_quantize_per_tensor_affine_cachemask.default: _fake_quantize,
