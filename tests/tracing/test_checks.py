@@ -6,6 +6,7 @@ from torch import nn
 
 import tightfit
 from round_device import round_device
+from tightfit.errors import TraceError
 from tightfit.planner.apply import apply_plan
 from tiny import Stack, allocator_peak
 
@@ -162,6 +163,57 @@ def test_a_function_that_is_traced_is_run_again():
     found = tightfit.trace(lambda: finite(model(x)).square().mean().backward(), device=round_device())
     plain = tightfit.trace(lambda: model(x).square().mean().backward(), device=round_device())
     assert found.peak_bytes == plain.peak_bytes
+
+
+def until_all_are_done(y):
+    done, x = torch.zeros(len(y), dtype=torch.bool), y
+    while not done.all():  # as rejection sampling does
+        accepted = x.mean(1) < 1e9
+        if accepted.any():
+            x, done = x * 0.5, done | accepted
+    return x
+
+
+def until_it_is_near(y):
+    error = y.detach().norm()
+    while error.item() > 1e-3:
+        y, error = y * 0.5, error * 0
+    return y
+
+
+def until_enough(y):
+    count = 0
+    while count < 3:
+        count += int((y > -1e9).sum())
+    return y
+
+
+@pytest.mark.parametrize("loop", [until_all_are_done, until_it_is_near, until_enough], ids=lambda loop: loop.__name__)
+def test_a_loop_that_waits_for_a_number_ends_and_is_told(loop):
+    batch, loss = {"x": torch.randn(512, 64)}, loss_with(loop)
+    found = tightfit.estimate(stack(), batch, loss=loss, optimizer="sgd", device=round_device())
+    measured = allocator_peak(stack(), batch, loss=loss, optimizer="sgd")
+    assert found.peak_bytes == pytest.approx(measured, abs=64)  # Python wraps numbers
+    assert any("read from a tensor" in told for told in found.assumptions)
+
+
+def test_a_loop_that_no_answer_ends_is_one_line():
+    def loss(model, batch):
+        while not any(1.5 < number.item() < 2 for number in model(batch["x"]).mean(0)[:1].unbind()):
+            pass
+
+    with pytest.raises(TraceError, match=r"test_checks.py:\d+: a loop that ends by a number cannot be run dry"):
+        tightfit.estimate(nn.Linear(8, 8), {"x": torch.randn(4, 8)}, loss=loss, optimizer="sgd", device=round_device())
+
+
+def test_a_long_loop_of_checks_is_run_to_its_end():
+    def loss(model, batch):
+        rows = [row for row in model(batch["x"]).flatten()[:600] if not row.isnan()]
+        return torch.stack(rows).square().mean()
+
+    batch = {"x": torch.randn(32, 64)}
+    found = tightfit.estimate(nn.Linear(64, 64), batch, loss=loss, optimizer="sgd", device=round_device())
+    assert found.peak_bytes == allocator_peak(nn.Linear(64, 64), batch, loss=loss, optimizer="sgd")
 
 
 COUNTS = {

@@ -4,12 +4,15 @@ A number read from an unknown float tensor is 1.0 (a loss or a norm: finite and 
 0. From a boolean tensor it is False (no overflow, no NaN). Two unknown tensors are not equal.
 
 A yes-or-no question may be a check: its one answer raises (`assert torch.isfinite(y).all()`). A step that raises after
-such a question is run dry again, with the other answer (`retried`).
+such a question is run dry again, with the other answer (`retried`). So is one that asks at one place without an end
+(`while not done.all()`, `while error.item() > 1e-6`), with each other answer until its loop ends.
 """
 
 import functools
+import itertools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -17,12 +20,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from tightfit.errors import TightfitError
+from tightfit.errors import TightfitError, TraceError
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.record import Assumption
 
 aten = torch.ops.aten
-UNKNOWN_FLOAT = 1.0
+NUMBERS = {bool: (False, True), int: (0, 1, 2**31 - 1), float: (1.0, 0.0, float("inf"))}  # the first one is assumed
+LONGEST = 20_000  # times at one place: no answer ends this loop
+MOST_ENDED = 32  # answers that are tried together, in all loops of a step
+MOST_ASKED = 500  # times at one place, before a loop is thought to have no end
 ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default})  # return a number, not a tensor
 _OWN = ("tightfit.tracing", "tightfit.levers", "tightfit.step", "tightfit.runtime")
 _OURS = ("torch.", *_OWN)
@@ -37,8 +43,12 @@ class Answer:
 Place = tuple[Any, ...]  # of a question or of an exception: the frames down to it, each with its instruction
 
 
+class Endless(Exception):
+    """A step asks at one place without an end."""
+
+
 class Answers:
-    """Mutable: at which places of a model's step the other answer to a yes-or-no question is right."""
+    """Mutable: at which places of a model's step another answer than the usual one is right."""
 
     MOST_RUNS = 24  # of one step, if answers are to be found
 
@@ -50,16 +60,48 @@ class Answers:
         self._last: Place | None = None  # the place that was changed before this run
         self._raised: Place | None = None
         self._runs = 0
+        self.is_watched = False  # whether a step that asks without an end is run again
+        self._times: Counter[Place] = Counter()  # in this run
+        self._in_loops: dict[Place, int] = {}  # places that are asked without an end, and how many answers there are
+        self._ending: dict[Place, int] = {}  # which answers there, by number, were given to end the loop
+        self._ended: set[frozenset[tuple[Place, int]]] = set()  # those that were tried
+        self._long: set[Place] = set()  # places where no answer ends it: the loop is long
 
-    def answer(self) -> bool:
-        """The answer to a yes-or-no question that the running code asks."""
-        place = _asking_place()
-        self.asked.pop(place, None)
-        self.asked[place] = None
-        return place in self.changed
+    def answer(self, kind: type) -> Any:
+        """The answer to a question that the running code asks, of a kind of `NUMBERS`."""
+        place, values = _asking_place(), NUMBERS[kind]
+        self._times[place] += 1
+        if self._times[place] > MOST_ASKED // 2:  # what asks beside the place that ends the run may end the loop
+            self._in_loops[place] = len(values)
+        if self._times[place] > LONGEST:
+            raise TraceError(
+                f"{calling_line()}: a loop that ends by a number cannot be run dry, since a dry run computes none: "
+                "give it a largest count of rounds"
+            )
+        if self.is_watched and self._times[place] > MOST_ASKED and place not in self._long:
+            raise Endless
+        found = self._ending.get(place, 0)
+        if kind is bool:
+            self.asked.pop(place, None)
+            self.asked[place] = None
+            return values[found] != (place in self.changed)
+        return values[found]
 
     def begin(self) -> None:
         self.asked.clear()
+        self._times.clear()
+
+    def end_loop(self) -> None:
+        """Give other answers in the loops of the last run."""
+        self._ended.add(frozenset(self._ending.items()))
+        choices = itertools.product(*map(range, self._in_loops.values()))
+        for numbers in itertools.islice(choices, MOST_ENDED):
+            ending = {place: number for place, number in zip(self._in_loops, numbers, strict=True) if number}
+            if frozenset(ending.items()) not in self._ended:
+                self._ending = ending
+                return
+        self._ending = {}
+        self._long.update(self._in_loops)
 
     def change(self, error: Exception) -> bool:
         """Change the answer to the last question before an exception of the step. False if none is left to change."""
@@ -114,10 +156,14 @@ def run_again(answers: Answers, run: Callable[[], Traced]) -> Traced:
     first: Exception | None = None
     while True:
         answers.begin()
+        outside, answers.is_watched = answers.is_watched, True
         try:
             found = run()
         except TightfitError:
             raise
+        except Endless:
+            answers.end_loop()
+            continue
         except Exception as error:
             if first is None:
                 first = error
@@ -125,6 +171,8 @@ def run_again(answers: Answers, run: Callable[[], Traced]) -> Traced:
         else:
             answers.settle(answers.changed)
             return found
+        finally:
+            answers.is_watched = outside
         if not again:
             raise first
 
@@ -164,13 +212,12 @@ class Questions:
     def ask(self, func: Any, args: tuple) -> Answer | None:
         """The documented answer if this operator reads a number from a tensor, else None."""
         if func is aten._local_scalar_dense.default:
-            source = args[0]
-            is_bool = source.dtype == torch.bool
-            value: Any = UNKNOWN_FLOAT if source.is_floating_point() else self.answers.answer() if is_bool else 0
+            dtype = args[0].dtype
+            value = self.answers.answer(float if dtype.is_floating_point else bool if dtype == torch.bool else int)
             self.note("a number read from a tensor", repr(value))
             return Answer(value)
         if func is aten.equal.default:
-            value = self.answers.answer()
+            value = self.answers.answer(bool)
             self.note("whether two tensors are equal", repr(value))
             return Answer(value)
         return None

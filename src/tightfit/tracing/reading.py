@@ -13,7 +13,7 @@ import torch
 from tightfit.errors import TraceError
 from tightfit.runtime.internals import no_modes, text_of_tensors_by
 from tightfit.tracing.dry_run import DryRun, answers_itself
-from tightfit.tracing.questions import UNKNOWN_FLOAT, calling_line
+from tightfit.tracing.questions import calling_line
 from tightfit.tracing.shapes import KNOWN_LIMIT
 from tightfit.tracing.unbacked import is_unbacked
 
@@ -53,7 +53,7 @@ def _answering(running: list[DryRun], name: str, read: Callable[..., Any]) -> Ca
             )
         is_float = self.is_floating_point() or self.is_complex()
         is_bool = self.dtype == torch.bool
-        value = UNKNOWN_FLOAT if is_float else running[0].questions.answers.answer() if is_bool else 0
+        value = running[0].questions.answers.answer(float if is_float else bool if is_bool else int)
         running[0].questions.note("numbers read from a tensor", repr(value))
         with no_modes():  # the assumed tensor is not the step's, and must not be counted
             assumed = torch.full(self.shape, value, dtype=self.dtype)
