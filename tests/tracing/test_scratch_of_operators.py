@@ -47,6 +47,14 @@ def drawn(x, generator=None):
     return torch.multinomial(x.softmax(-1), 1, generator=generator)
 
 
+def learnt_steps(x, count):
+    """Fake quantisation whose steps and zero points are trained (LSQ, Esser et al. 2019)."""
+    learnt = torch.full((count,), 0.1, requires_grad=True), torch.zeros(count, requires_grad=True)
+    if count == 1:
+        return torch._fake_quantize_learnable_per_tensor_affine(x, *learnt, -128, 127, 1.0)
+    return torch._fake_quantize_learnable_per_channel_affine(x, *learnt, 2, -128, 127, 1.0)
+
+
 SEQUENCES = (8, 128, 64)
 IMAGES = (4, 16, 64, 64)
 CASES = {
@@ -63,6 +71,13 @@ CASES = {
     "loss over transposed classes": (SEQUENCES, lambda x: F.nll_loss(x.log_softmax(-1).transpose(1, 2), labels(x))),
     "multi-margin loss": (SEQUENCES, lambda x: F.multi_margin_loss(x.flatten(0, 1), labels(x).flatten())),
     "fake quantisation": (SEQUENCES, lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)),
+    "fake quantisation by tensors": (
+        SEQUENCES,
+        lambda x: torch.fake_quantize_per_tensor_affine(x, torch.tensor(0.1), torch.tensor(0, dtype=torch.int32), 0, 9),
+    ),
+    "learnt fake quantisation": (SEQUENCES, lambda x: learnt_steps(x, 1)),
+    "learnt fake quantisation of channels": (SEQUENCES, lambda x: learnt_steps(x, 64)),
+    "fractional pooling": (IMAGES, lambda x: F.fractional_max_pool3d(x[:, None], 2, output_size=(8, 32, 32))),
     "connectionist temporal classification": (
         SEQUENCES,
         lambda x: F.ctc_loss(

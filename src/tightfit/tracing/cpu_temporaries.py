@@ -134,6 +134,9 @@ def channel_sums(name: str, inputs: Sequence[TensorShape]) -> int:
 _CONVOLUTIONS = frozenset({"aten.convolution.default", "aten.convolution_backward.default"})
 _MEASURED = """
 _fft_c2c _fft_c2r _fft_r2c _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _linalg_det _sample_dirichlet
+_fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_tensor_affine_backward
+_fake_quantize_learnable_per_channel_affine _fake_quantize_learnable_per_channel_affine_backward
+_fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd _unsafe_masked_index
 _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_nearest_exact1d
 binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits clamp.Tensor dist exp2 histc

@@ -469,6 +469,17 @@ def _fake_quantize(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
     return torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
 
 
+def _learnt_quantize(source: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    return torch.empty_like(source)
+
+
+def _learnt_quantize_backward(
+    grad: torch.Tensor, source: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # native/quantized/FakeQuantPerTensorAffine.cpp and FakeQuantPerChannelAffine.cpp
+    return torch.empty_like(source), _meta(scale.shape, scale.dtype), _meta(zero_point.shape, zero_point.dtype)
+
+
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
@@ -480,8 +491,15 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     },
     aten.multi_margin_loss_backward.default: _as_input,
     aten.multilabel_margin_loss_backward.default: _as_input,
+    aten.fractional_max_pool3d_backward.default: _as_input,
     aten.fake_quantize_per_tensor_affine_cachemask.default: _fake_quantize,
     aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantize,
+    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default: _fake_quantize,
+    **{
+        getattr(aten, f"_fake_quantize_learnable_per_{kind}_affine{way}").default: rule
+        for kind in ("tensor", "channel")
+        for way, rule in (("", _learnt_quantize), ("_backward", _learnt_quantize_backward))
+    },
     **{
         operator: _batch_norm(operator)
         for operator in (aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
