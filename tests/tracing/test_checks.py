@@ -176,9 +176,13 @@ def until_all_are_done(y):
 
 def until_it_is_near(y):
     error = y.detach().norm()
-    while error.item() > 1e-3:
+    while True:
+        try:
+            if error.item() <= 1e-3:
+                return y
+        except Exception:
+            continue
         y, error = y * 0.5, error * 0
-    return y
 
 
 def until_enough(y):
@@ -197,7 +201,9 @@ def test_a_loop_that_waits_for_a_number_ends_and_is_told(loop):
     assert any("read from a tensor" in told for told in found.assumptions)
 
 
-def test_a_loop_that_no_answer_ends_is_one_line():
+def test_a_loop_that_no_answer_ends_is_one_line(monkeypatch):
+    monkeypatch.setattr("tightfit.tracing.questions.LONGEST", 2000)
+
     def loss(model, batch):
         while not any(1.5 < number.item() < 2 for number in model(batch["x"]).mean(0)[:1].unbind()):
             pass

@@ -26,7 +26,7 @@ from tightfit.tracing.record import Assumption
 
 aten = torch.ops.aten
 NUMBERS = {bool: (False, True), int: (0, 1, 2**31 - 1), float: (1.0, 0.0, float("inf"))}  # the first one is assumed
-LONGEST = 20_000  # times at one place: no answer ends this loop
+LONGEST = 1 << 17  # times at one place: no answer ends this loop
 MOST_ENDED = 32  # answers that are tried together, in all loops of a step
 MOST_ASKED = 500  # times at one place, before a loop is thought to have no end
 ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default})  # return a number, not a tensor
@@ -43,8 +43,8 @@ class Answer:
 Place = tuple[Any, ...]  # of a question or of an exception: the frames down to it, each with its instruction
 
 
-class Endless(Exception):
-    """A step asks at one place without an end."""
+class Endless(BaseException):
+    """A step asks at one place without an end. A loop that catches every `Exception` must not catch it."""
 
 
 class Answers:

@@ -107,10 +107,10 @@ class Search:
 
     @cached_property
     def drawn_again(self) -> dict[str, Policy]:
-        """The policies of blocks where an outcome runs one of them more often than the one that is solved, as choices
-        among blocks do.
+        """The policies of blocks that are drawn from several, so that one of them may run more often than in the
+        outcome that is solved.
 
-        Any of them may be the one, so none keeps more than another.
+        That may be any of them, so all keep nothing.
         """
         here, *others = (Counter(call.path for call in trace.calls) for trace in (self.plain, *self.outcomes))
         if not any(0 < here[path] < other[path] for path in self.paths for other in others):
