@@ -118,6 +118,17 @@ def _file_of(name, files):
 FUNCTIONS = {"train", "trace", "fit", "plan", "verify", "distil", "prune", "quantise", "estimate"}
 
 
+def test_only_a_training_seeds_the_cards():
+    """`torch.manual_seed` seeds every card too, those that the process will use later among them."""
+    seeding = [
+        f"{module_of(path)}, line {node.lineno}"
+        for path in FILES
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.manual_seed"
+    ]
+    assert [line.partition(",")[0] for line in seeding] == ["training.random_states"], seeding
+
+
 def test_no_room_and_no_module_has_the_name_of_a_public_function():
     names = {part for path in FILES for part in module_of(path).split(".")}
     assert not names & FUNCTIONS

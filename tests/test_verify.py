@@ -1,7 +1,9 @@
 """Verification finds what a plan changes, and names the lever and the module."""
 
+import random
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -212,6 +214,26 @@ def test_buffers_and_losses_are_compared(what, monkeypatch):
 
     monkeypatch.setattr(region.RecordedForward, "__call__", tampering)
     assert not verify(model, batch, made).ok
+
+
+@pytest.mark.keeps("verify-leaves-generators")
+@pytest.mark.parametrize("own", [torch.Generator, numpy.random.default_rng, numpy.random.RandomState, random.Random])
+def test_a_generator_that_a_module_holds_is_compared(own, monkeypatch):
+    model, batch = decoder(), token_batch(8)
+    model.own = own()
+    made = plan(model, batch, "0.7x")
+    assert verify(model, batch, made).ok
+    original = region.RecordedForward.__call__
+
+    def drawing(self, *args, **kwargs):
+        torch.randn(3, generator=model.own) if own is torch.Generator else model.own.random()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(region.RecordedForward, "__call__", drawing)
+    with numpy.printoptions(threshold=3):  # a state as text would be its first and last numbers
+        report = verify(model, batch, made)
+    assert "random state" in str(report)
+    assert not report.ok
 
 
 @pytest.mark.slow  # a plan of micro-batches

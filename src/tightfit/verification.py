@@ -28,7 +28,7 @@ from tightfit.planner.wrapped import refuse_distributed
 from tightfit.runtime.dropout import without_dropout
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, forward_backward, model_loss
-from tightfit.tracing.restore import random_states, untouched
+from tightfit.tracing.restore import attributes_of, random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 
 # The norm of the errors of few numbers scatters more: by up to 10% on 1152 numbers and 13% on 3600, by 2% on 48,000
@@ -90,7 +90,7 @@ class ChangedValues:
     """Everything that a forward and backward changes, by name."""
 
     tensors: Mapping[str, torch.Tensor]
-    states: Mapping[str, bytes]
+    states: Mapping[str, Any]
 
     def worst_difference(self, other: "ChangedValues") -> Difference | None:
         """The largest difference of a tensor, else a differing state, else None."""
@@ -171,11 +171,16 @@ def refuse_without_memory(model: nn.Module) -> None:
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> ChangedValues:
     """Run forward and backward under a plan, from the model's present state, which is restored afterwards."""
-    with torch.inference_mode(False), torch.enable_grad(), untouched(model, batch), apply_plan(plan, model) as applied:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        untouched(model, batch) as attributes,
+        apply_plan(plan, model) as applied,
+    ):
         value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)
         gradients = {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         buffers = {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
-        return ChangedValues({"loss": value.clone()} | gradients | buffers, random_states())
+        return ChangedValues({"loss": value.clone()} | gradients | buffers, random_states(attributes))
 
 
 def without_levers(plan: Plan) -> Plan:
@@ -231,7 +236,7 @@ def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> t
             module.training = training[name]
     try:
         plain = run(model, batch, loss, without_levers(plan))
-        drops = plain.states != random_states()
+        drops = plain.states != random_states(attributes_of(model))
         # Functions drop in either mode (`F.dropout(x, 0.1)`). Where none does, no mode is in the way of compiled and
         # captured blocks.
         with without_dropout(model) if drops else nullcontext():

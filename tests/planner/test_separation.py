@@ -1,5 +1,8 @@
 """Micro-batches only where a batch's loss is the weighted sum of its samples': tried on real numbers before a plan."""
 
+import random
+
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,6 +98,27 @@ APART = {
     "layer norm": (Net(nn.LayerNorm(16)), of_samples),
     "batch norm at rest": (Net(nn.BatchNorm1d(16)).eval(), of_samples),
 }
+
+
+OWN_GENERATORS = {
+    "PyTorch's": (torch.Generator, lambda own, shape: torch.randn(shape, generator=own)),
+    "numpy's": (numpy.random.default_rng, lambda own, shape: torch.from_numpy(own.standard_normal(shape)).float()),
+    "numpy's old ones": (numpy.random.RandomState, lambda own, shape: torch.from_numpy(own.randn(*shape)).float()),
+    "Python's": (random.Random, lambda own, shape: torch.tensor([own.gauss(0, 1) for _ in range(shape[0])])[:, None]),
+}
+
+
+@pytest.mark.parametrize("whose", OWN_GENERATORS)
+def test_noise_from_a_generator_of_the_models_own_is_refused(whose):
+    made, draw = OWN_GENERATORS[whose]
+    model = Net()
+    model.own = made()
+
+    def of_own_noise(model, batch):
+        return of_samples(model, (batch[0] + draw(model.own, batch[0].shape), *batch[1:]))
+
+    with pytest.raises(LeverError, match="random numbers"):
+        refuse_coupled(model, batch(), of_own_noise)
 
 
 @pytest.mark.parametrize("name", COUPLED)

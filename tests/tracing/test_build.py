@@ -1,5 +1,8 @@
 """Models of any size are built and asked about without their memory."""
 
+import random
+
+import numpy
 import psutil
 import pytest
 import torch
@@ -30,7 +33,13 @@ def test_a_dry_model_is_estimated_like_the_real_one():
     assert estimate(build_dry(lambda: Decoder(config)), batch).peak_bytes == estimate(Decoder(config), batch).peak_bytes
 
 
-def test_building_dry_leaves_the_random_generator_alone():
-    state = torch.get_rng_state()
-    build_dry(lambda: Decoder(DecoderConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=500)))
+def test_building_dry_leaves_the_random_generators_alone():
+    def build():
+        assert random.random() != numpy.random.random()
+        return Decoder(DecoderConfig(hidden_size=64, num_layers=2, num_heads=4, vocab_size=500))
+
+    state, pythons, numpys = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
+    build_dry(build)
     assert torch.equal(state, torch.get_rng_state())
+    assert random.getstate() == pythons
+    assert (numpy.random.get_state()[1] == numpys).all()

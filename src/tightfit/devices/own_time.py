@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.levers.activity import activity
 from tightfit.levers.captured import capture_paths
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
+from tightfit.levers.recompute.generators import default_generator
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.runtime.operators import traits_of
 
@@ -120,7 +121,7 @@ class _Blocks:
     """A few decoder blocks, and steps that train them, by eager code or under a lever on each block."""
 
     def __init__(self, kind: str = "cpu", lever: Callable[[nn.Module, dict[str, Policy]], object] | None = None):
-        torch.manual_seed(0)
+        default_generator(torch.device(kind)).manual_seed(0)
         with torch.device(kind):
             self.model, self.x = nn.Sequential(*(_ModelBlock() for _ in range(BLOCKS))), torch.randn(1, TOKENS, WIDTH)
         self.lever = lever

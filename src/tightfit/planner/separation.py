@@ -28,7 +28,7 @@ from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, Part
 from tightfit.tracing.draws import Draws, Generators, assumed
-from tightfit.tracing.restore import Contents, random_states, untouched
+from tightfit.tracing.restore import random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 from tightfit.tracing.unbacked import is_unbacked
 
@@ -199,14 +199,13 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
         torch.inference_mode(False),
         torch.enable_grad(),
         without_dropout(model),
-        torch.random.fork_rng(devices=_cards(model)),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of a single sample: the training warns of its own batches
         with untouched(model) as attributes:
-            before = _drawn(model, attributes)
+            before = random_states(attributes)
             whole = numbers(mapped(samples, _copied))
-            has_drawn = _drawn(model, attributes) != before
+            has_drawn = random_states(attributes) != before
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with untouched(model):
             # One after the other, as micro-batches run: what forward leaves in a buffer is there for the next.
@@ -284,16 +283,6 @@ def _one_twice(samples: Batch, loss: Loss) -> Batch:
     """The first sample twice, and the second one."""
     together = batch_size(samples) // inseparable_samples(samples, loss)
     return rows_of(samples, [*range(together), *range(together), *range(together, batch_size(samples))][: 3 * together])
-
-
-def _drawn(model: nn.Module, attributes: Contents) -> tuple[Any, ...]:
-    """The states of all random generators that forward may draw from."""
-    cards = [torch.cuda.get_rng_state(device).numpy().tobytes() for device in _cards(model)]
-    return random_states(), repr(attributes.generator_states()), cards
-
-
-def _cards(model: nn.Module) -> list[torch.device]:
-    return sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:

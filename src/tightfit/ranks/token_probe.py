@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tightfit.levers.recompute.generators import default_generator
 from tightfit.runtime.outside import outside_training
 
 # Of the largest number: products of other shapes (tokens that change their expert) round differently. A token that
@@ -56,7 +57,7 @@ def tokens_meet(block: nn.Module, forward: Callable[[Tensor], Tensor], hidden: T
 
 def _drawn_alike(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """The results of a forward whose dropout draws the same numbers each time."""
-    torch.manual_seed(0)
+    default_generator(hidden.device).manual_seed(0)
     return forward(hidden)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from tightfit.tracing.cuda.flash_package import flash_models_allowed
@@ -11,6 +10,7 @@ from tightfit.tracing.faults import faults
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.reading import reads_answered
+from tightfit.tracing.restore import generators_restored
 
 
 def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -30,12 +30,9 @@ def build_dry(factory: Callable[[], nn.Module]) -> nn.Module:
         True
     """
     ledger = Ledger()
-    state = torch.get_rng_state()
-    try:
-        dry = DryRun(ledger, ModuleTracker(nn.Module()))
-        with flash_models_allowed(), dry, faults.raised(), reads_answered(dry):
-            model = factory()
-    finally:
-        torch.set_rng_state(state)  # small tensors were drawn for real
+    dry = DryRun(ledger, ModuleTracker(nn.Module()))
+    # Small tensors are drawn for real.
+    with generators_restored(), flash_models_allowed(), dry, faults.raised(), reads_answered(dry):
+        model = factory()
     ledger.close()
     return model

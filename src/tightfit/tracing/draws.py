@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from tightfit.tracing.restore import Contents, set_state, state_of
+from tightfit.tracing.restore import Contents, comparable, set_state, state_of
 
 MOST_DRAWN = 1024  # numbers of one draw that are known in a dry run: more are noise, which decides nothing
 _WORDS = 624  # of 32 bits, in the state of a Mersenne Twister
@@ -70,15 +70,18 @@ class Generators:
         random.setstate(_of_python(random.getstate(), draws))
         numpy.random.set_state(_of_numpy(numpy.random.get_state(), draws))
         torch.default_generator.set_state(_of_torch(torch.default_generator.get_state(), draws))
-        for generator in self._own:
+        cards = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        for generator in (*cards, *self._own):
             change = _CHANGES.get(type(generator))
-            if change is not None and getattr(generator, "device", torch.device("cpu")).type == "cpu":
+            if getattr(generator, "device", torch.device("cpu")).type != "cpu":
+                generator.manual_seed(list(Draws).index(draws))  # no state gives a card's numbers an end: other ones
+            elif change is not None:
                 set_state(generator, change(state_of(generator), draws))
 
-    def states(self) -> str:
+    def states(self) -> Any:
         """The states of those generators whose draws no operator shows."""
         own = [state_of(generator) for generator in self._own if not isinstance(generator, torch.Generator)]
-        return repr((random.getstate(), numpy.random.get_state(), own))
+        return comparable((random.getstate(), numpy.random.get_state(), own))
 
 
 def _words(draws: Draws, each: int) -> list[int]:
@@ -121,6 +124,10 @@ def _of_numpy(state: Any, draws: Draws) -> Any:
     return kind, numpy.array(_words(draws, 2), dtype=words.dtype), _WORDS - _DRAWN, 0, 0.0
 
 
+def _of_another_seed(state: Any, draws: Draws) -> Any:
+    return getattr(numpy.random, state["bit_generator"])(list(Draws).index(draws)).state
+
+
 def _of_torch(state: torch.Tensor, draws: Draws) -> torch.Tensor:
     # `CPUGeneratorImplStateLegacy` in ATen: the seed, the number of words left and a flag (32 bits each), the next
     # word, the words (64 bits each), and a normal number kept from the last pair.
@@ -136,4 +143,5 @@ _CHANGES: dict[type, Callable[[Any, Draws], Any]] = {
     random.Random: _of_python,
     numpy.random.RandomState: _of_numpy,
     torch.Generator: _of_torch,
+    numpy.random.Generator: _of_another_seed,  # PCG64 and the others: no state gives their numbers an end
 }

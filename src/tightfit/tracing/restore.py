@@ -81,23 +81,45 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """A context after which the random generators of Python, numpy and PyTorch's CPU are in their state of before."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+    """A context after which the random generators of Python, numpy and PyTorch, on the CPU and on every card that this
+    process uses, are in their state of before.
+    """
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=_cards()):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
 
 
-def random_states() -> dict[str, bytes]:
-    """The states of the random generators."""
-    return {
-        "random state of torch": torch.get_rng_state().numpy().tobytes(),
-        "random state of python": repr(random.getstate()).encode(),
-        "random state of numpy": repr(numpy.random.get_state()).encode(),
+def random_states(attributes: "Contents") -> dict[str, Any]:
+    """The states of the random generators, to be compared: those of Python, numpy and PyTorch, and those that modules
+    hold among their `attributes`.
+    """
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        **{f"cuda:{card}": torch.cuda.get_rng_state(card) for card in _cards()},
+        **{f"a module's own generator {n}": state_of(own) for n, (own, _) in enumerate(attributes.generators)},
     }
+    return {f"random state of {name}": comparable(state) for name, state in states.items()}
+
+
+def comparable(state: Any) -> Any:
+    """A generator's state without arrays and tensors: `==` compares those by element, and `repr` leaves some out."""
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    if isinstance(state, numpy.ndarray):
+        return state.tobytes()
+    if isinstance(state, dict):
+        return {name: comparable(value) for name, value in state.items()}
+    return tuple(map(comparable, state)) if isinstance(state, (tuple, list)) else state
+
+
+def _cards() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
 
 
 def attributes_of(model: nn.Module) -> "Contents":
@@ -140,10 +162,6 @@ class Contents:
     def changed(self) -> bool:
         """True if any container holds other things than before."""
         return any(content_changed(item, content) for item, content in self.contents if item or content)
-
-    def generator_states(self) -> list[Any]:
-        """The present states of the random generators that the containers hold."""
-        return [state_of(generator) for generator, _ in self.generators]
 
     def restore(self) -> None:
         """Restore the contents of all containers that changed."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import ModelError
 from tightfit.models.mode import evaluating
+from tightfit.tracing.restore import generators_restored
 
 DOCUMENT_TOKENS = 8
 # Of what a document moves that is seen: experts compute the tokens of all documents in one product, whose rounding
@@ -34,7 +35,7 @@ def demand_boundaries(model: nn.Module, *, vocabulary: int, longest: int) -> Non
         raise ModelError(f"data.packing best_fit: {named} takes no position_ids, so it {_CANNOT}")
     length = max(1, min(DOCUMENT_TOKENS, longest // 2))
     restarting = torch.arange(length).repeat(2)
-    with evaluating(model), torch.random.fork_rng(devices=[]):
+    with evaluating(model), generators_restored():
         moved, dtype = _moved(model, restarting, vocabulary)
         if moved == 0:
             return

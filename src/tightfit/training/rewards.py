@@ -48,7 +48,7 @@ def rewards_of(
     The function is called with all random generators seeded, and they are as before afterwards: what it draws depends
     on `seed` alone. Raises `RewardError` where it raises, or returns something else than a finite number for each.
     """
-    with torch.random.fork_rng(), generators_restored():
+    with generators_restored():
         seed_generators(seed)
         try:
             found = function(prompts=list(prompts), completions=list(completions), **columns)

@@ -325,6 +325,6 @@ class Distillation(Purpose):
         if widths[0] == widths[1]:
             return
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed the cards too
             projection = nn.Linear(*widths, bias=False, dtype=head.weight.dtype)
         model.add_module(PROJECTION, projection)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import ModelError
 from tightfit.models.mode import evaluating
+from tightfit.tracing.restore import generators_restored
 
 PROBE_TOKENS = 8
 
@@ -73,7 +74,7 @@ def demand_plain_logits(model: nn.Module, whose: str) -> None:
     """Raise `ModelError` unless the logits are the head's product, bit for bit: soft caps and scales are not."""
     head = head_of(model)
     ids = torch.arange(PROBE_TOKENS, device=head.weight.device)[None] % len(head.weight)
-    with evaluating(model), torch.random.fork_rng(devices=[]):
+    with evaluating(model), generators_restored():
         logits = model(input_ids=ids).logits
         found = head_input(model, {"input_ids": ids})
         product = F.linear(found.hidden, found.weight, found.bias)
