@@ -19,6 +19,7 @@ from tightfit.errors import InputError, ModelError, TraceError
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.generation import generate
 from tightfit.optim.by_name import state_tensors
+from tightfit.units import format_bytes
 from tiny import decoder, token_batch
 
 ROUNDING = 64  # bytes: numbers that Python wraps
@@ -165,6 +166,25 @@ def test_a_traced_loop_of_two_steps_has_the_peak_that_estimate_predicts(device):
     assert found.by_category["parameters"] == expected.by_category["parameters"]
     assert found.phase_peaks.keys() == expected.step_figures.phase_peaks.keys()
     assert found.phase_peaks["optimizer"] == pytest.approx(expected.step_figures.phase_peaks["optimizer"], rel=0.01)
+
+
+@pytest.mark.parametrize("device", [DEVICE, "rtx4090"], ids=["cpu", "card"])
+def test_a_first_step_says_that_later_ones_begin_with_its_states(device):
+    model, _, x = trained()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loop(steps):
+        for _ in range(steps):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, later = (tightfit.trace(loop, steps, device=device) for steps in (1, 2))
+    counts = 4 * len(list(model.parameters()))  # of steps, which a card keeps on the host
+    made = 2 * sum(p.nbytes for p in model.parameters()) + (counts if device is DEVICE else 0)
+    assert f"first step made {format_bytes(made)} of states" in " ".join(first.assumptions)
+    assert later.peak_bytes > first.peak_bytes
+    assert "states" not in " ".join(later.assumptions)
 
 
 def test_states_that_code_finds_on_a_card_are_there_from_its_beginning():

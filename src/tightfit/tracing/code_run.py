@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tightfit.errors import InputError
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
-from tightfit.optim.by_name import named_states
+from tightfit.optim.by_name import host_states, named_states
 from tightfit.optim.in_backward import gradient_memory
 from tightfit.runtime.internals import (
     at_end_of_backward,
@@ -62,6 +62,7 @@ class CodeRun(DryRun):
         self.stepping = 0  # depth of optimizers' steps
         self.parameters: dict[Tensor, str] = {}  # with their names
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.first_steps: list[torch.optim.Optimizer] = []  # that made their states and have not begun another step
         self.existing: list[int] = []  # storages that the code found, in the order in which it first used them
         self._in_backward = False
         self._handles: dict[bool, Tensor] = {}  # workspaces of cuBLAS: of forward's thread, and of backward's
@@ -113,10 +114,20 @@ class CodeRun(DryRun):
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         self.stepping += 1
+        if optimizer in self.first_steps:
+            self.first_steps.remove(optimizer)
+        elif not optimizer.state:
+            self.first_steps.append(optimizer)
 
     def step_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         self.stepping -= 1
         label_states(self, self.parameters, optimizer, on_cuda=self.role is not None)
+
+    def states_made(self) -> int:
+        """Bytes of optimizers' states that the code made in its last step: a later one would begin with them."""
+        made = [state for optimizer in self.first_steps for _, _, state in named_states(optimizer)]
+        on_host = [state for optimizer in self.first_steps for state in host_states(optimizer)] if self.role else []
+        return sum(state.nbytes for state in made) - sum(state.nbytes for state in on_host)
 
     def trace(self) -> StepTrace:
         """The trace of the code so far. Raises `InputError` if it ran no operator."""

@@ -27,6 +27,7 @@ from tightfit.tracing.questions import Answers, run_again
 from tightfit.tracing.reached import Reached
 from tightfit.tracing.record import StepTrace
 from tightfit.tracing.twin import forget_numbers, real_tensors
+from tightfit.units import format_bytes
 
 BLOCK = "with tightfit.trace()"
 
@@ -247,9 +248,10 @@ class _Running:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         trace: StepTrace | None = None
+        made = 0
         with self.stack:  # restored whatever happens
             if error is None:
-                trace = self.dry.trace()
+                trace, made = self.dry.trace(), self.dry.states_made()
         if trace is not None:
             modules = self.reached.modules.values()
             self.found._record = CodeRecord(
@@ -261,8 +263,18 @@ class _Running:
                 device_bytes=self.device.memory_bytes,
                 context_bytes=0 if self.role is None else CONTEXT_BYTES,
                 fits=fits_once(trace, self.device),
-                assumptions=(*assumption_sentences(trace.assumptions), *of_seconds(self.device)),
+                assumptions=(
+                    *assumption_sentences(trace.assumptions),
+                    *_of_first_steps(made),
+                    *of_seconds(self.device),
+                ),
             )
+
+
+def _of_first_steps(made: int) -> tuple[str, ...]:
+    """What is said where the code steps an optimizer once, which makes its states, of so many bytes."""
+    held = f"the optimizer's first step made {format_bytes(made)} of states, with which a later step begins: "
+    return (held + "for the peak of a training, trace two steps",) if made else ()
 
 
 def fits_once(trace: StepTrace, device: DeviceSpec) -> bool:
