@@ -4,7 +4,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
@@ -76,12 +78,15 @@ def stack():
 class Watch(TorchDispatchMode):
     """Notes the settings under which operators run: those that are computed again, and the others."""
 
-    def __init__(self):
+    def __init__(self, convolves=lambda func: False):
         super().__init__()
+        self.convolves = convolves
         self.again, self.others = set(), set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        (self.again if activity.recomputing else self.others).add(function_switches())
+        again = activity.recomputing
+        # Of what only functions or convolutions read, operators that are computed again see what they need.
+        (self.again if again else self.others).add(function_switches(calls=False, convolves=self.convolves(func)))
         return func(*args, **(kwargs or {}))
 
 
@@ -89,6 +94,10 @@ class Watch(TorchDispatchMode):
 def x():
     torch.manual_seed(1)
     return torch.randn(8, 4, 96)
+
+
+def seen():
+    return function_switches(calls=False, convolves=False)
 
 
 LEVERS = {
@@ -101,17 +110,17 @@ LEVERS = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_replay_sees_the_settings_of_forward(x, settings, lever):
     model = stack()
-    present = function_switches()
+    present, everything = seen(), function_switches()
     with LEVERS[lever](model):
         for _ in range(4):  # functions are learnt in the first run, and runs of blocks after that
             with settings():
-                inside = function_switches()
+                inside = seen()
                 loss = model(x).square().sum()
             with Watch() as watch:
                 loss.backward()
             assert watch.again == {inside} != {present}
             assert watch.others == {present}
-    assert function_switches() == present
+    assert function_switches() == everything
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -119,9 +128,9 @@ def test_a_setting_that_a_block_changes_inside_is_seen_by_what_ran_there(x, sett
     model = stack()
     for block in model:
         block.inside = settings
-    present = function_switches()
+    present = seen()
     with settings():
-        inside = function_switches()
+        inside = seen()
     with tightfit.recompute(model, "*"):
         for _ in range(4):
             loss = model(x).square().sum()
@@ -130,7 +139,20 @@ def test_a_setting_that_a_block_changes_inside_is_seen_by_what_ran_there(x, sett
             assert watch.again == {present, inside}
 
 
-def test_a_tile_runs_again_under_the_settings_of_forward(x):
+def by_the_formula():
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+@contextmanager
+def convolutions_in_less_precision():
+    before = torch.backends.mkldnn.conv.fp32_precision
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    yield
+    torch.backends.mkldnn.conv.fp32_precision = before
+
+
+@pytest.mark.parametrize("settings", [without_mkldnn, by_the_formula, convolutions_in_less_precision])
+def test_a_tile_runs_again_under_the_settings_of_forward(x, settings):
     seen = []
 
     class Notes(nn.Linear):
@@ -140,11 +162,68 @@ def test_a_tile_runs_again_under_the_settings_of_forward(x):
 
     model = nn.Sequential(Notes(96, 96))
     with tightfit.tile(model, "*", tokens=2):
-        with without_mkldnn():
+        with settings():
             inside, loss = function_switches(), model(x).square().sum()
         seen.clear()
         loss.backward()
     assert set(seen) == {inside}
+
+
+class Convolves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x).sin()
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_convolutions_are_computed_again_in_the_precision_of_forward(x, lever):
+    def is_convolution(func):
+        return "conv" in str(func)
+
+    model = nn.Sequential(*[Convolves() for _ in range(3)])
+    with LEVERS[lever](model):
+        for _ in range(4):
+            with convolutions_in_less_precision():
+                inside = function_switches(calls=False)
+                loss = model(x).square().sum()
+            with Watch(is_convolution) as watch:
+                loss.backward()
+            assert inside in watch.again
+            assert function_switches(calls=False) not in watch.again
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(96, 288), nn.Linear(96, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 6, 16).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_attention_runs_the_kernel_that_is_chosen_around_its_forward(lever):
+    """Also where the same block ran with another one before."""
+
+    def gradients(model, kernels):
+        model.zero_grad()
+        with sdpa_kernel(kernels):
+            loss = model(inputs).square().mean()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    inputs, order = torch.randn(4, 64, 96), [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    model = nn.Sequential(*[Attends() for _ in range(3)])
+    plain = [gradients(model, kernels) for kernels in order]
+    assert not all(map(torch.equal, plain[0], plain[1]))
+    with LEVERS[lever](model):
+        for expected, kernels in zip(plain, order, strict=True):
+            assert all(map(torch.equal, expected, gradients(model, kernels)))
 
 
 @pytest.mark.parametrize("lever", LEVERS)

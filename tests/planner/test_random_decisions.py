@@ -24,6 +24,9 @@ class Layer(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+OF_THIS_FILE, NUMPYS_OF_THIS_FILE = random.Random(1), numpy.random.default_rng(1)
+
+
 class Decides(nn.Module):
     """Four times one of two layers, or none."""
 
@@ -32,7 +35,7 @@ class Decides(nn.Module):
         torch.manual_seed(0)
         self.small = nn.ModuleList(Layer(32) for _ in range(4))
         self.large = nn.ModuleList(Layer(96) for _ in range(4))
-        self.decision, self.own = decision, random.Random(0)
+        self.decision, self.own, self.numpys = decision, random.Random(0), numpy.random.default_rng(0)
 
     def forward(self, x):
         for pair in zip(self.small, self.large, strict=True):
@@ -56,6 +59,9 @@ DECISIONS = {
     "chosen by Python": lambda model: random.choice([0, 1]),
     "large for low of numpy": lambda model: int(numpy.random.rand() < 0.3),
     "by a generator of its own": lambda model: int(model.own.random() < 0.3),
+    "by numpy's of its own": lambda model: int(model.numpys.random() < 0.3),
+    "by a generator of this file": lambda model: int(OF_THIS_FILE.random() < 0.3),
+    "by numpy's of this file": lambda model: int(NUMPYS_OF_THIS_FILE.integers(10) < 3),
 }
 REST = [name for name in list(DECISIONS)[1:] if name != "chosen by Python"]
 

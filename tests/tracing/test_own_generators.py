@@ -67,3 +67,44 @@ def test_generators_of_other_libraries_are_put_back():
     model.own = Drawing().own
     tightfit.estimate(model, (torch.ones(4),), device=round_device())
     assert torch.equal(model(torch.ones(4)), expected)
+
+
+OF_THIS_FILE, NUMPYS_OF_THIS_FILE = random.Random(1), numpy.random.default_rng(1)
+
+
+class DropsLayers(nn.Module):
+    """Four layers, of which `draw` skips those whose number is low."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.draw, self.own = draw, numpy.random.default_rng(1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).sin() if self.draw(self) > 0.3 else x
+        return x
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda model: model.own.random(),
+        lambda model: float(model.own.random(dtype=numpy.float32)),
+        lambda model: model.own.integers(10) / 10,
+        lambda model: OF_THIS_FILE.random(),
+        lambda model: NUMPYS_OF_THIS_FILE.random(),
+    ],
+    ids=["numpy's own", "in fp32", "whole", "Python's of this file", "numpy's of this file"],
+)
+def test_layers_that_any_generator_in_reach_drops_are_assumed_to_run(draw):
+    model, batch = DropsLayers(draw), {"x": torch.randn(512, WIDTH)}
+    bits, before = model.own.bit_generator, [model.own.bit_generator.state, NUMPYS_OF_THIS_FILE.bit_generator.state]
+    found = tightfit.estimate(model, batch, loss=lambda m, b: loss(m, b) + sum(p.sum() for p in m.parameters()))
+    every = tightfit.estimate(
+        DropsLayers(lambda model: 1.0), batch, loss=lambda m, b: loss(m, b) + sum(p.sum() for p in m.parameters())
+    )
+    assert found.peak_bytes == every.peak_bytes
+    assert any("random numbers that decide what runs" in line for line in found.assumptions)
+    assert model.own.bit_generator is bits
+    assert [model.own.bit_generator.state, NUMPYS_OF_THIS_FILE.bit_generator.state] == before

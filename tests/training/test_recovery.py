@@ -8,12 +8,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from recovering import VOCABULARY, Awkward, Remembered, batch, config, plain_fit, planner_of, training
+from torch import nn
 
 from injected_out_of_memory import OutOfMemoryAt, cpu_error, cuda_error
 from tightfit.errors import CannotFit, RecoveryError
 from tightfit.levers.activity import activity, simulators
 from tightfit.ranks.processes.ranks import Ranks
-from tightfit.runtime.internals import is_fake
 from tightfit.runtime.outside import outside
 from tightfit.runtime.simulation import simulation
 from tightfit.training.fitting import LeversInForce
@@ -101,9 +101,10 @@ def test_memory_that_runs_out_at_any_operator_changes_no_bit(step, plain, recomp
 
 def bytes_alive():
     gc.collect()
-    # Earlier tests may have left tensors without a storage of their own: fake ones (compiled code) and sparse ones.
-    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and not t.is_meta and not is_fake(t)]
-    tensors = [t for t in tensors if torch._C._has_storage(t)]
+    # Earlier tests may have left tensors without memory of their own: those of the compiler (fake, or wrapped) and
+    # sparse ones.
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
+    tensors = [t for t in tensors if torch._C._has_storage(t) and not torch._is_functional_tensor(t)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

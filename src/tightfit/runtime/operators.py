@@ -77,10 +77,13 @@ class Traits:
     is_collective: bool  # of torch.distributed: sends to other processes, and receives from them
     is_mark: bool  # names a stretch of time for a profiler
     is_composed: bool  # its own kernel on the CPU calls operators, which allocate
+    convolves: bool  # a convolution or a recurrent layer
     is_composite: bool  # on devices without a kernel of its own it calls operators, and a mode usually sees those
     exchanges_memory: bool  # replaces the memory of a tensor, not its content
     seeds: frozenset[int]  # integer results that follow from the generator's state and the arguments' shapes
 
+
+_CONVOLVING = ("conv", "rnn", "lstm", "gru")
 
 # Results of attention on a card. A replay from the same state of the generator gives the same ones.
 _SEEDS = frozenset({"rng_state", "philox_seed", "philox_offset", "unused", "cum_seq_q", "cum_seq_k"})
@@ -123,6 +126,7 @@ def _inspect(operator: Any) -> Traits:
         is_collective=operator.namespace == "c10d",
         is_mark=operator.namespace == "profiler",
         is_composed=operator.namespace in _COMPOSED_NAMESPACES or schema.name in _COMPOSED,
+        convolves=any(word in operator._opname for word in _CONVOLVING),
         is_composite=has_kernel(operator.name(), "CompositeImplicitAutograd"),
         exchanges_memory=operator in EXCHANGES_MEMORY,
         seeds=frozenset(i for i, result in enumerate(schema.returns) if result.name in _SEEDS),

@@ -124,8 +124,12 @@ def _of_numpy(state: Any, draws: Draws) -> Any:
     return kind, numpy.array(_words(draws, 2), dtype=words.dtype), _WORDS - _DRAWN, 0, 0.0
 
 
-def _of_another_seed(state: Any, draws: Draws) -> Any:
-    return getattr(numpy.random, state["bit_generator"])(list(Draws).index(draws)).state
+def _of_twister(state: Any, draws: Draws) -> Any:
+    # In the place of the generator's own bits: no state of PCG64, the usual ones, gives many numbers near an end.
+    bits = numpy.random.MT19937()
+    content: dict[str, Any] = dict(bits.state)
+    words = numpy.array(_words(draws, 2), dtype=content["state"]["key"].dtype)
+    return bits, content | {"state": {"key": words, "pos": _WORDS - _DRAWN}}
 
 
 def _of_torch(state: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -143,5 +147,5 @@ _CHANGES: dict[type, Callable[[Any, Draws], Any]] = {
     random.Random: _of_python,
     numpy.random.RandomState: _of_numpy,
     torch.Generator: _of_torch,
-    numpy.random.Generator: _of_another_seed,  # PCG64 and the others: no state gives their numbers an end
+    numpy.random.Generator: _of_twister,
 }

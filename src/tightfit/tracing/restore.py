@@ -2,6 +2,7 @@
 
 import operator
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -123,8 +124,17 @@ def _cards() -> range:
 
 
 def attributes_of(model: nn.Module) -> "Contents":
-    """The saved attributes of every module of a model, with the contents of containers and objects in them."""
-    return Contents(module.__dict__ for _, module in named_modules(model))
+    """The saved attributes of every module of a model, with the contents of containers and objects in them, and the
+    random generators in reach.
+    """
+    return Contents([*(module.__dict__ for _, module in named_modules(model)), generators_beside(model)])
+
+
+def generators_beside(model: nn.Module) -> list[Any]:
+    """The random generators that the files of its classes name: `rng = random.Random(0)` above a class that draws."""
+    files = {sys.modules.get(type(module).__module__) for _, module in named_modules(model)}
+    named = [value for file in files - {None} for value in list(vars(file).values()) if isinstance(value, _GENERATORS)]
+    return [generator for generator in named if generator is not torch.default_generator]
 
 
 class Contents:
@@ -207,14 +217,17 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, numpy.random.Generator):
-        return generator.bit_generator.state
+        return generator.bit_generator, generator.bit_generator.state
     return generator.get_state() if isinstance(generator, numpy.random.RandomState) else generator.getstate()
 
 
 def set_state(generator: Any, state: Any) -> None:
     """Set a generator to a state that `state_of` returned."""
     if isinstance(generator, numpy.random.Generator):
-        generator.bit_generator.state = state
+        bits, content = state
+        if generator.bit_generator is not bits:
+            generator.__init__(bits)
+        bits.state = content
     elif isinstance(generator, torch.Generator | numpy.random.RandomState):
         generator.set_state(state)
     else:

@@ -24,7 +24,7 @@ def materialise(product: Product) -> None:
         with recomputation():
             product.producer.deliver()
         return
-    pending, present = needed_operations(product), function_switches()
+    pending, present = needed_operations(product), function_switches(convolves=False, calls=False)
     # The recorded operators are below autograd and autocast, so neither may act on them again.
     with torch.no_grad(), NoAutocast(), recomputation():
         while pending:

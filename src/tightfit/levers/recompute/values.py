@@ -311,7 +311,8 @@ class Operation:
         self.args = args
         self.kwargs = kwargs
         self.generator_state = generator_state
-        self.switches = function_switches()  # a replay must run the same kernels
+        # A replay must run the same kernels.
+        self.switches = function_switches(convolves=traits.convolves, calls=False)
         self.sequence = next(_sequence_numbers)  # the order of replay: arguments are recorded before results
         self.references = references
         self.written: list[Reference] = []

@@ -54,33 +54,68 @@ _dtype, _deterministic, _mkldnn, _precision, _threads = (
 )
 
 
-def function_switches() -> tuple:
-    """The process's settings on which depends what a function of PyTorch computes, down to the last bit.
+def function_switches(*, convolves: bool = True, calls: bool = True) -> tuple:
+    """The process's settings on which depends what PyTorch computes, down to the last bit.
 
-    Which operators it calls, and which kernels these run. Read for each operator of an observed block, so they are few
-    and read by names of this file.
+    Which operators a function calls (`calls`), and which kernels these run. Read for each operator of an observed
+    block, which has no need of `calls`, nor of what only convolutions and recurrent layers read (`convolves`).
     """
     try:
         precision: Any = _precision()
     except RuntimeError:  # the user has set it for each backend
-        precision = tuple(torch._C._get_fp32_precision_getter(*each) for each in _BACKENDS)
-    here = _dtype(), _deterministic(), _mkldnn(), precision, _threads()
+        precision = tuple(_precision_of(*each) for each in _PRODUCTS)
+    here = (
+        _dtype(),
+        _deterministic(),
+        _mkldnn(),
+        attention_kernels() if calls else None,
+        precision,
+        tuple(_precision_of(*each) for each in _CONVOLUTIONS) if convolves else None,
+        _threads(),
+    )
     return (*here, *_of_cards()) if _HAS_CARDS else here
 
 
-_BACKENDS = (("mkldnn", "matmul"), ("cuda", "matmul"))
+_precision_of = torch._C._get_fp32_precision_getter
+_PRODUCTS = (("mkldnn", "matmul"), ("cuda", "matmul"))
+_CONVOLUTIONS = (("mkldnn", "conv"), ("mkldnn", "rnn"), ("cuda", "conv"), ("cuda", "rnn"))
 _HAS_CARDS = torch.backends.cuda.is_built()
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+
+
+def attention_kernels() -> tuple:
+    """The kernels that `scaled_dot_product_attention` may choose, and the order in which it asks them."""
+    allowed = tuple(getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in _ATTENTION)
+    return (*allowed, tuple(torch._C._get_sdp_priority_order()))
+
+
+def _set_attention(kernels: tuple) -> None:
+    *allowed, order = kernels
+    for name, is_allowed in zip(_ATTENTION, allowed, strict=True):
+        getattr(torch._C, f"_set_sdp_use_{name}")(is_allowed)
+    torch._C._set_sdp_priority_order(list(order))
 
 
 def _of_cards() -> tuple:
-    return torch._C._get_cudnn_enabled(), torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
+    return (
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+    )
 
 
 def _set_precision(precision: Any) -> None:
     if isinstance(precision, str):
         torch._C._set_float32_matmul_precision(precision)
-        return
-    for (backend, operator), each in zip(_BACKENDS, precision, strict=True):
+    else:
+        _set_precisions(_PRODUCTS, precision)
+
+
+def _set_precisions(places: Iterable[tuple[str, str]], precisions: Iterable[str]) -> None:
+    for (backend, operator), each in zip(places, precisions, strict=True):
         torch._C._set_fp32_precision_setter(backend, operator, each)
 
 
@@ -92,25 +127,31 @@ _SETTERS: tuple[Callable[[Any], Any], ...] = (  # in the order of `function_swit
     torch.set_default_dtype,
     _set_deterministic,
     torch._C._set_mkldnn_enabled,
+    _set_attention,
     _set_precision,
+    functools.partial(_set_precisions, _CONVOLUTIONS),
     torch.set_num_threads,
     torch._C._set_cudnn_enabled,
     torch._C._set_cudnn_benchmark,
     torch._C._set_cudnn_deterministic,
+    lambda allowed: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*allowed),
+    lambda allowed: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*allowed),
+    torch._C._set_cublas_allow_fp16_accumulation,
 )
 
 
 def operator_switches() -> tuple:
     """The first of `function_switches`, on which depends which operators a function calls."""
-    return _dtype(), _deterministic(), _mkldnn()
+    return _dtype(), _deterministic(), _mkldnn(), attention_kernels()
 
 
 @contextmanager
 def switched_as(switches: tuple) -> Iterator[None]:
     """A context with these settings, as `function_switches` returned them."""
-    present = function_switches()
     changed = [
-        (setter, before, now) for setter, before, now in zip(_SETTERS, switches, present, strict=False) if before != now
+        (setter, before, now)
+        for setter, before, now in zip(_SETTERS, switches, function_switches(), strict=False)
+        if before not in (now, None)
     ]
     for setter, before, _ in changed:
         setter(before)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tightfit.errors import RecoveryError
 from tightfit.levers.recompute.generators import GeneratorState, default_generator
 from tightfit.runtime.module_paths import named_modules, plain_tensors_of
-from tightfit.tracing.restore import Contents, content_changed, put_content_back, set_state, state_of
+from tightfit.tracing.restore import Contents, content_changed, generators_beside, put_content_back, set_state, state_of
 
 OBSERVED = 2  # steps: the first one makes what is made lazily
 LARGEST = 16 * 2**20  # bytes of a tensor that is copied: frozen weights that are buffers are larger, and never written
@@ -168,7 +168,7 @@ class StepState:
         self._random.put_back()
 
     def _look_around(self) -> None:
-        containers = (module.__dict__ for _, module in named_modules(self._model))
+        containers = [*(module.__dict__ for _, module in named_modules(self._model)), generators_beside(self._model)]
         contents = Contents(containers, in_objects=self._in_objects, apart=self._apart)
         self._contents = contents.contents
         self._own_generators = {id(generator): generator for generator, _ in contents.generators}
