@@ -272,7 +272,7 @@ class _Running:
 
 
 def _of_first_steps(made: int) -> tuple[str, ...]:
-    """What is said where the code steps an optimizer once, which makes its states, of so many bytes."""
+    """The sentence for code that steps an optimizer once, which makes states of so many bytes."""
     held = f"the optimizer's first step made {format_bytes(made)} of states, with which a later step begins: "
     return (held + "for the peak of a training, trace two steps",) if made else ()
 
