@@ -2,14 +2,17 @@
 
 import gc
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from three_steps import peak_of_the_third
+from torch import nn
 
 import tightfit
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
+from tightfit.ops.weights.low_bit import freeze_in_low_bits
 from tightfit.planner.separation import refuse_coupled
 from tightfit.runtime.internals import clear_cublas_workspaces
 from tightfit.step import model_loss
@@ -104,3 +107,25 @@ def test_a_decoder_that_is_built_on_a_card_leaves_no_hole_between_its_weights():
 
     moved = free_bytes_within_segments(lambda: Decoder(config).cuda())
     assert free_bytes_within_segments(built) <= moved
+
+
+def test_codes_and_scales_in_four_bits_lie_on_the_card_as_predicted():
+    """What a block of the allocator has left is too small to be split off where codes come before scales or after."""
+
+    class Trains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            wide = [nn.Linear(4096, width, bias=False, dtype=torch.bfloat16) for width in (4608, 4608)]
+            self.frozen = nn.Sequential(*wide)
+            freeze_in_low_bits(self.frozen, "nf4")
+            self.first = nn.Linear(256, 4096, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            x = self.first(x)
+            return SimpleNamespace(loss=sum(layer(x).float().square().mean() for layer in self.frozen))
+
+    torch.manual_seed(0)
+    model, batch = Trains(), {"x": torch.randn(64, 256, dtype=torch.bfloat16)}
+    found = tightfit.estimate(model, batch, loss=lambda m, b: m(**b).loss, optimizer="adamw", device="cuda")
+    on_card = {name: tensor.cuda() for name, tensor in batch.items()}
+    assert peak_of_the_third(model.cuda(), on_card, "fp32") == found.peak_bytes

@@ -72,11 +72,15 @@ def memory_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def scales_of(parameter: Tensor) -> Iterator[Tensor]:
-    """The tensors of a weight quantised by bitsandbytes besides its codes: scales and the table of values."""
+    """The tensors of a weight quantised by bitsandbytes besides its codes: scales and the table of values.
+
+    In the order in which `QuantState.to` of bitsandbytes moves them.
+    """
     state = getattr(parameter, "quant_state", None)
-    while state is not None:
-        yield from (value for value in vars(state).values() if isinstance(value, Tensor))
-        state = getattr(state, "state2", None)
+    nested = getattr(state, "state2", None)
+    for holder, names in ((state, ("code", "absmax", "offset")), (nested, ("absmax", "code"))):
+        found = (getattr(holder, name, None) for name in names)
+        yield from (value for value in found if isinstance(value, Tensor))
 
 
 def _cuda_peak(step: Callable[[], Any], device: torch.device) -> int:

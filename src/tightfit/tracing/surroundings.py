@@ -17,7 +17,7 @@ from tightfit.step import Part, StepSettings
 from tightfit.tracing.compiled_code import compiled_code_simulated
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
-from tightfit.tracing.cuda.flash_package import FLASH_LOOKUP
+from tightfit.tracing.cuda.flash_package import ATTENTION_OF_OTHERS
 from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, THREADS_WITH_PRODUCTS
 from tightfit.tracing.draws import Generators
 from tightfit.tracing.dry_run import DryRun, Lasting
@@ -153,7 +153,7 @@ def operators_simulated(dry: DryRun, role: CudaRole | None, model: nn.Module | N
     """A context in which the dry run answers all operators, in the place of a card and of the levers' own work too."""
     with (
         nullcontext() if role is None else role.simulated(),
-        FLASH_LOOKUP.active(),
+        ATTENTION_OF_OTHERS.active(),
         dry,
         filling_off(),
         reads_answered(dry),
@@ -170,7 +170,8 @@ def announce(
     """Enter the tensors that exist before the step. `plain` are those that modules hold as plain attributes."""
     names = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
     for tensor in in_order_of_moving(model):
-        for held in memory_of(tensor) if isinstance(tensor, nn.Parameter) else (tensor,):
+        # `Params4bit.to` of bitsandbytes moves scales before codes.
+        for held in (*scales_of(tensor), *memory_of(tensor)) if isinstance(tensor, nn.Parameter) else (tensor,):
             known = not tensor.requires_grad and not is_unbacked(held)  # the optimizer changes trained weights
             ledger.announce(held, Category.PARAMETER, known=known, name=names.get(id(tensor), ""))
     for name, tensor in plain:
