@@ -1,13 +1,11 @@
 """On CUDA's path too, what is computed again in backward sees the settings of its forward."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
-from test_switches import Block, Watch, seen
-from torch import nn
-
-import tightfit
+from test_switches import assert_replays_see, stack
 
 pytestmark = [pytest.mark.usefixtures("values"), pytest.mark.keeps("computed-again-backward-sees")]
 
@@ -32,14 +30,5 @@ def turned(name):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_replay_on_a_card_sees_the_settings_of_forward(name):
-    model = nn.Sequential(*[Block() for _ in range(3)]).cuda()
-    x, present = torch.randn(8, 4, 96, device="cuda"), seen()
-    with tightfit.recompute(model, "*"):
-        for _ in range(3):
-            with turned(name):
-                inside = seen()
-                loss = model(x).square().sum()
-            with Watch() as watch:
-                loss.backward()
-            assert watch.again == {inside} != {present}
-            assert watch.others == {present}
+    x = torch.randn(8, 4, 96, device="cuda")
+    assert_replays_see(partial(turned, name), "recompute", stack().cuda(), x)

@@ -106,10 +106,8 @@ LEVERS = {
 }
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_a_replay_sees_the_settings_of_forward(x, settings, lever):
-    model = stack()
+def assert_replays_see(settings, lever, model, x):
+    """Operators that are computed again run under the settings of forward, the others under those outside."""
     present, everything = seen(), function_switches()
     with LEVERS[lever](model):
         for _ in range(4):  # functions are learnt in the first run, and runs of blocks after that
@@ -121,6 +119,12 @@ def test_a_replay_sees_the_settings_of_forward(x, settings, lever):
             assert watch.again == {inside} != {present}
             assert watch.others == {present}
     assert function_switches() == everything
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_replay_sees_the_settings_of_forward(x, settings, lever):
+    assert_replays_see(settings, lever, stack(), x)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
