@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 # The tests start some hundred processes. Each would compile the package anew where the environment forbids bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The ordinary CUDA build of the same PyTorch, which runs on a null card (tightfit/nullcard). Everything else is .venv's.
+# The ordinary CUDA build of the same PyTorch, which runs on a null card (tightfit/nullcard), and its Triton. Everything
+# else is .venv's.
 CARD := .venv-card
 CARD_BIN := $(CARD)/bin
 CARD_READY := $(CARD)/.ready
@@ -26,6 +27,8 @@ $(READY): pyproject.toml constraints.txt
 $(CARD_READY): $(READY)
 	$(PYTHON) -m venv $(CARD)
 	$(CARD_BIN)/python -m pip install --quiet --no-deps 'torch===$(shell sed -n 's/^torch==//p' constraints.txt)'
+	$(CARD_BIN)/python -m pip install --quiet --no-deps "$$($(CARD_BIN)/python -c "from importlib.metadata import requires; \
+	  print(next(each.split(';')[0] for each in requires('torch') if each.startswith('triton')))")"
 	$(CARD_BIN)/python -c "import pathlib, sysconfig; \
 	  there, here = (next(pathlib.Path(v).glob('lib/python*/site-packages')).resolve() for v in ('$(VENV)', '$(CARD)')); \
 	  (here / 'shared.pth').write_text(f'import site; site.addsitedir({str(there)!r})\n')"
@@ -78,7 +81,7 @@ test-beside-card: $(CARD_READY)
 # leave numbers in memory, which operators without them would read as counts: they run in processes of their own.
 # The last two lines: work of streams that nobody waits for happens late.
 WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py null_card.py operators.py captured_bytes.py \
-  plan_bytes.py stream_bytes.py)
+  compiled_bytes.py plan_bytes.py stream_bytes.py)
 # The peak of a whole training is its process's, and dynamo holds what another test's captured blocks were made from.
 BY_THEMSELVES := $(addprefix tests/card/test_,grpo_on_card.py training_on_card.py)
 IN_EVERY_ORDER := $(addprefix tests/card/test_,exact_on_card.py late.py stream_on_card.py)
@@ -92,7 +95,8 @@ test-card: $(CARD_READY)
 
 # The same rules and the same bits on the card of this machine, with the kernels that compute (PYTHON: with the CUDA build).
 # cuBLAS is told to keep to one workspace, without which it does not call itself repeatable.
-ON_REAL_CARD := $(addprefix tests/card/test_,operators.py casts.py captured_bytes.py plan_bytes.py calibration.py)
+ON_REAL_CARD := $(addprefix tests/card/test_,operators.py casts.py captured_bytes.py compiled_bytes.py \
+  plan_bytes.py calibration.py)
 REPEATABLE := $(addprefix tests/card/test_,exact_on_card.py recompute_by_hand.py stream_on_card.py experts.py)
 test-real-card:
 	TIGHTFIT_REAL_CARD=1 $(PYTHON) -m pytest $(ON_REAL_CARD) $(CARD_TESTS)

@@ -13,7 +13,7 @@ import torch
 
 from command_line import tightfit
 from tightfit.errors import BudgetError, CannotFit, InputError, LeverError, ModelError
-from tightfit.integrations.minimind import MemoryFlags, check_compiling, check_unwrapped, run_minimind
+from tightfit.integrations.minimind import MemoryFlags, check_unwrapped, run_minimind
 from tightfit.integrations.minimind.report import against_prediction, describe_run
 from tightfit.planner.levers import CompiledBlocks
 from tightfit.training.monitoring.script import profile_script
@@ -319,14 +319,6 @@ def test_blocks_by_rule_and_a_compiled_model_are_refused_in_one_line():
     assert outcome.code == 2
     assert "--use_checkpoint recomputes blocks as eager code, and the script compiles the model" in outcome.error
     assert torch.compile.__module__ == "torch", "the script's end gives it back"
-
-
-@pytest.mark.keeps("minimind-use-compile-1")
-def test_a_card_and_a_compiled_model_are_refused_in_one_line():
-    with torch.device("meta"):
-        model = torch.nn.Linear(2, 2)
-    with pytest.raises(ModelError, match="predicted on a CPU only: leave out --use_compile 1"):
-        check_compiling(model, MemoryFlags(memory_budget="1GiB"))
 
 
 def test_a_model_that_is_compiled_otherwise_is_refused():

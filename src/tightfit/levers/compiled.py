@@ -20,7 +20,7 @@ from tightfit.levers.activity import simulators
 from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import FrugalForward
-from tightfit.runtime.cpp_compiler import demand_compiler
+from tightfit.runtime.compilers import demand_compiler, device_of
 from tightfit.runtime.internals import dispatch_is_watched, inductor_with_budget, many_compilations
 from tightfit.runtime.module_paths import module_at
 from tightfit.runtime.simulation import simulation
@@ -42,7 +42,7 @@ def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Appl
     Raises:
         LeverError: Nothing matches, `keep` is not between 0 and 1, or another lever or package has replaced a block's
             forward.
-        DeviceError: The machine has no C++ compiler.
+        DeviceError: The machine has no C++ compiler, or for a card no Triton.
 
     Example:
         >>> import tightfit, torch
@@ -63,9 +63,8 @@ def compile_paths(model: nn.Module, shares: Mapping[str, float], *, whole: bool 
 
     With `whole`, a module that compiles only in parts raises when it first runs.
     """
-    first = next(model.parameters(), None)
-    if shares and (first is None or first.device.type == "cpu"):
-        demand_compiler("compile_blocks compiles blocks")
+    if shares:
+        demand_compiler("compile_blocks compiles blocks", device_of(model))
     for path in shares:
         replaced = module_at(model, path).__dict__.get("forward")
         if replaced is not None and not isinstance(replaced, FrugalForward):

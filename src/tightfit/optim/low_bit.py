@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import DeviceError, InputError
-from tightfit.runtime.cpp_compiler import demand_compiler
+from tightfit.runtime.compilers import demand_compiler
 from tightfit.runtime.internals import no_modes
 from tightfit.runtime.simulation import simulation
 

@@ -181,7 +181,7 @@ def plan(
             `step_in_backward`, `nodes` and `ddp`.
         levers: None allows the bit-exact levers. `"rounding"` also allows those that are exact to rounding. A list
             names levers, or one of the two classes and further levers: `["rounding", "offload"]`. `"offload"` and
-            `"compile"` (on a CPU) are used only if you name them. On cards in FSDP2, `"offload"` means that shards,
+            `"compile"` are used only if you name them. On cards in FSDP2, `"offload"` means that shards,
             gradients and states may be on the host where nothing else fits; activations stay.
         blocks: A glob over module paths, for models whose repeated blocks tightfit does not find.
         micro_batches: The number of equal parts of the batch. `"auto"` takes the smallest number that has a plan, and

@@ -145,10 +145,13 @@ def apply_levers(
     joined: Sequence[str] = (),
     offload_store: HostStore | None = None,
     expected: Mapping[str, Expected] | None = None,
+    *,
+    is_built: bool = True,
 ) -> list[Removable]:
     """Apply the levers of a plan, or of a candidate, to a model, and return their handles.
 
-    `expected` are the operators that blocks run, by a plan. If one lever raises, the others are removed again.
+    `expected` are the operators that blocks run, by a plan. `is_built`: compiled blocks are for this machine, whose
+    compilers build them. If one lever raises, the others are removed again.
     """
     of_blocks = [lever for lever in levers if isinstance(lever, BlockLever)]
     captured = {path: fused for lever in of_blocks for path, fused in lever.captured().items()}
@@ -162,7 +165,8 @@ def apply_levers(
             from tightfit.levers.captured import capture_paths
 
             fused = [path for path, is_fused in captured.items() if is_fused]
-            handles.append(capture_paths(model, {p: policies.get(p, KEEP_ALL) for p in captured}, fused=fused))
+            kept = {path: policies.get(path, KEEP_ALL) for path in captured}
+            handles.append(capture_paths(model, kept, fused=fused, is_built=is_built))
         if compiled:
             from tightfit.levers.compiled import compile_paths
 

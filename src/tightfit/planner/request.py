@@ -620,7 +620,8 @@ class Tracer:
         """A context in which levers are on the request's model, or on a rank's copy of it."""
         offload_store = HostStore(self.request.offload, compared) if "offload" in self.request.levers else None
         model = self.request.model if model is None else model
-        with Applied(apply_levers(model, policies, combination.levers, joined, offload_store)):
+        is_built = self.request.device.kind == "cpu"  # a card need not be here
+        with Applied(apply_levers(model, policies, combination.levers, joined, offload_store, is_built=is_built)):
             self.refused.clear()
             outer, activity.on_refused_capture = activity.on_refused_capture, self.refused.__setitem__
             try:

@@ -6,6 +6,7 @@ autograd keeps in a real step. Only the kernels are replaced, and they are never
 """
 
 import functools
+import re
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tightfit.errors import CompileError
 from tightfit.levers.activity import simulators
 from tightfit.levers.compiled import own_forward
 from tightfit.runtime.internals import compiled_code_on, inductor_with_budget, is_active, many_compilations, no_modes
+from tightfit.tracing.cuda.answers import properties_of, simulated_card
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.shapes import TensorShape
 
@@ -43,6 +45,8 @@ class CompiledRunner:
 
     def __init__(self, dry: DryRun):
         self.dry = dry
+        card = simulated_card()
+        self.card = None if card is None else properties_of(card)  # for which PyTorch's compiler writes code
 
     def __call__(self, module: nn.Module, share: float, args: tuple, kwargs: dict) -> Any:
         """The block's forward, compiled. Raises `CompileError` if the compiler cannot compile all of it."""
@@ -116,13 +120,31 @@ def without_kernels(source: str) -> types.ModuleType:
     real = async_compile.AsyncCompile
     async_compile.AsyncCompile = KernelWriter  # pyright: ignore[reportAttributeAccessIssue]  (what the code imports)
     try:
-        exec(compile(source, "<written by inductor>", "exec"), module.__dict__)
+        exec(compile(_without_driver(source), "<written by inductor>", "exec"), module.__dict__)
     finally:
         async_compile.AsyncCompile = real
-    module.__dict__["empty_strided_cpu"] = fresh
+    for name in ("empty_strided_cpu", "empty_strided_cuda"):
+        module.__dict__[name] = fresh
+    module.__dict__["device"] = lambda *named, **said: torch.device("cpu")  # where tensors of a dry run are
     call = module.__dict__["call"]
     module.__dict__["call"] = lambda args: compiled_runner().run(call, args)
     return module
+
+
+# Lines that inductor writes for a card, by what stands in their place: a dry run has no driver, and may have no Triton.
+_OF_DRIVER = {
+    "import triton\n": "\n",
+    "import triton.language as tl\n": "\n",
+    "from torch._C import _cuda_getCurrentRawStream as get_raw_stream\n": "get_raw_stream = int\n",
+    "with torch.cuda._DeviceGuard(0):\n": "if True:\n",
+    "torch.cuda.set_device(0)\n": "pass\n",
+}
+
+
+def _without_driver(source: str) -> str:
+    for line, other in _OF_DRIVER.items():
+        source = source.replace(line, other)
+    return source
 
 
 def fresh(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -136,6 +158,17 @@ class KernelWriter:
     def cpp_pybinding(self, argument_types: list[str], source: str) -> Callable[..., None]:
         is_read = [kind.startswith("const ") for kind in argument_types]
         return lambda *args: compiled_runner().kernel(is_read, args)
+
+    def triton(self, name: str, source: str, **_: Any) -> Any:
+        declared = re.search(rf"^def {name}\((.*?)\):$", source, re.MULTILINE)
+        assert declared is not None, "inductor writes a function for each kernel"
+        arguments = [each.split(":")[0].strip() for each in declared[1].split(",")]
+        is_read = [each.startswith("in_ptr") for each in arguments]
+
+        def run(*args: Any, stream: int) -> None:
+            compiled_runner().kernel(is_read[: len(args)], args)
+
+        return types.SimpleNamespace(run=run)
 
     def wait(self, scope: dict[str, Any]) -> None:
         pass  # no kernel is built, so there is nothing to wait for

@@ -3,9 +3,8 @@
 from tightfit.integrations.minimind.scripts import (
     MemoryFlags,
     MiniMindRun,
-    check_compiling,
     check_unwrapped,
     run_minimind,
 )
 
-__all__ = ["MemoryFlags", "MiniMindRun", "check_compiling", "check_unwrapped", "run_minimind"]
+__all__ = ["MemoryFlags", "MiniMindRun", "check_unwrapped", "run_minimind"]

@@ -184,7 +184,7 @@ class _Planner:
             check_unwrapped(inner)
             if taken is not None:
                 self.compiles = True
-                check_compiling(inner, self.flags)
+                check_compiling(self.flags)
             # The scripts add up gradients in every micro-batch.
             ranks = ranks_of_model(model, WHO, no_sync=False, inner=inner)
             blocks = blocks_of(inner, self.flags)
@@ -203,17 +203,12 @@ class _Planner:
             self.applied.pop().undo()
 
 
-def check_compiling(model: nn.Module, flags: MemoryFlags) -> None:
+def check_compiling(flags: MemoryFlags) -> None:
     """Raise `ModelError` where a plan cannot compile the blocks of a model that the script compiles."""
     if flags.memory_budget is None:
         raise ModelError(
             "--use_checkpoint recomputes blocks as eager code, and the script compiles the model: leave out "
             "--use_compile 1, or give a --memory_budget, whose plan compiles blocks"
-        )
-    if next(model.parameters()).device.type != "cpu":
-        raise ModelError(
-            "the script compiles the model, and the memory of compiled code is predicted on a CPU only: leave out "
-            "--use_compile 1"
         )
 
 

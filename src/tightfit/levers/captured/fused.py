@@ -15,7 +15,8 @@ from tightfit.levers.activity import simulators
 from tightfit.levers.captured.partition import drop_unread
 from tightfit.levers.captured.views import join_views
 from tightfit.runtime.forked import processes_for, shared_out
-from tightfit.runtime.internals import boxed, decomposed, inductor_program, inductor_source
+from tightfit.runtime.internals import boxed, decomposed, inductor_program, inductor_source, tuned_apart
+from tightfit.runtime.nested import tensors_in
 
 Program = Callable[[list[Any]], Any]
 
@@ -42,12 +43,14 @@ class Fused:
         self.written: Program | None = None
         self.compiled: Program | None = None
         self.source: str | None = None  # what was written for it ahead of its first dry run
+        card = None if simulators.captured is None else simulators.captured.card  # that a dry run simulates
+        self.how = {"is_backward": is_backward, "card": card}
 
     @cached_property
     def graph(self) -> Any:
         """The graph in operators for which PyTorch's compiler writes kernels. Raises `CompileError`."""
         try:
-            return decomposed(self.module)
+            return decomposed(self.module, self.how["card"])
         except Exception as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CompileError(f"PyTorch's compiler: {reason}")
@@ -57,7 +60,10 @@ class Fused:
             if simulators.captured is not None:
                 return self.play(args)
             if self.compiled is None:
-                self.compiled = inductor_program(self.graph, self.used_up, is_backward=self.is_backward)
+                self.compiled = inductor_program(self.graph, self.used_up, **self.how)
+                if any(tensor.is_cuda for tensor in tensors_in(args)):
+                    with tuned_apart():
+                        return self.compiled(args)
             return self.compiled(args)
 
         return boxed(call)
@@ -70,14 +76,14 @@ class Fused:
             if self.source is not None:
                 written = build(self.source).call
             else:
-                written = inductor_program(self.graph, self.used_up, is_backward=self.is_backward, build=build)
+                written = inductor_program(self.graph, self.used_up, build=build, **self.how)
             self.written = written
         return self.written(args)
 
     def write(self, threads: int) -> str | None:
         """The code for dry runs, of real runs with so many threads. None if only a call can say why there is none."""
         try:
-            return inductor_source(self.graph, self.used_up, is_backward=self.is_backward, threads=threads)
+            return inductor_source(self.graph, self.used_up, threads=threads, **self.how)
         except CompileError:
             return None
 

@@ -175,7 +175,7 @@ class Assembly:
         results = tree_leaves(output.args)
         self.sums = sums_of_autograd(joint)
         join_views(joint.graph, {node for node in results[:returns] if isinstance(node, torch.fx.Node)})
-        forward, backward = divide(self.policy, joint, num_fwd_outputs=returns, keeps_draws=self.fused, **options)
+        forward, backward = divide(self.policy, joint, num_fwd_outputs=returns, fused=self.fused, **options)
         self.returns = returns
         given = [n for n in backward.graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
         self.tangents = tuple(TensorLike.of(node.meta["val"]) for node in given)

@@ -23,7 +23,7 @@ from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.policy import KEEP_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward
 from tightfit.memory.allocator import collector_off
-from tightfit.runtime.cpp_compiler import demand_compiler
+from tightfit.runtime.compilers import demand_compiler, device_of
 from tightfit.runtime.internals import (
     autocast_is_active,
     compiler_is_disabled,
@@ -59,7 +59,7 @@ def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL, compil
 
     Returns a handle whose `undo()` restores the model exactly. Raises `LeverError` if nothing matches, if the policy
     offloads, or if another lever or package has replaced a block's forward; `DeviceError` if `compiled` blocks find no
-    C++ compiler.
+    C++ compiler, on a card no Triton.
 
     Example:
         >>> import tightfit, torch
@@ -76,11 +76,14 @@ def capture(model: nn.Module, pattern: str, *, policy: Policy = KEEP_ALL, compil
     return capture_paths(model, dict.fromkeys(paths, policy), fused=paths if compiled else ())
 
 
-def capture_paths(model: nn.Module, policies: Mapping[str, Policy], *, fused: Collection[str] = ()) -> Applied:
-    """Capture the modules at these paths, each with its policy. Programs of `fused` ones are PyTorch's compiler's."""
-    first = next(model.parameters(), None)
-    if fused and (first is None or first.device.type == "cpu"):
-        demand_compiler("compile compiles blocks")
+def capture_paths(
+    model: nn.Module, policies: Mapping[str, Policy], *, fused: Collection[str] = (), is_built: bool = True
+) -> Applied:
+    """Capture the modules at these paths, each with its policy. Programs of `fused` ones are PyTorch's compiler's, for
+    this machine's device if they are built.
+    """
+    if fused and is_built:
+        demand_compiler("compile compiles blocks", device_of(model))
     shared = shared_parameters(model, [module_at(model, path) for path in policies])
     ignore_hooks_around_selective_checkpoints()
     ignore_questions_for_gradients()

@@ -26,17 +26,15 @@ from tightfit.runtime.operators import chooses, traits_of
 FORWARD = "tightfit_forward"  # the mark of forward's nodes, which their copies in the graph of backward keep
 
 
-def divide(
-    policy: Policy, joint: Any, *, num_fwd_outputs: int, keeps_draws: bool = False, **options: Any
-) -> tuple[Any, Any]:
+def divide(policy: Policy, joint: Any, *, num_fwd_outputs: int, fused: bool = False, **options: Any) -> tuple[Any, Any]:
     """Make the graphs of forward and backward. Raises `CompileError` for a graph that cannot be captured.
 
-    With `keeps_draws`, what random operators drew is held, whatever the policy says.
+    `fused`: for PyTorch's compiler. What random operators drew is held then, whatever the policy says.
     """
     demand_plain(joint)
     mark_forward(joint)
     demand_separate(joint)
-    found = Values(joint, policy, keeps_draws=keeps_draws)
+    found = Values(joint, policy, fused=fused)
     saved = found.held_for_backward()
     forward, backward = divide_joint_graph(joint, saved, num_fwd_outputs, options)
     save_generators(forward, backward)
@@ -183,10 +181,10 @@ def _tangents_below(backward: Any) -> dict[Any, frozenset[int]]:
 class Values:
     """The values of a joint graph, and the policy's decision about each."""
 
-    def __init__(self, joint: Any, policy: Policy, *, keeps_draws: bool = False):
+    def __init__(self, joint: Any, policy: Policy, *, fused: bool = False):
         self.joint = joint
         self.policy = policy
-        self.keeps_draws = keeps_draws
+        self.fused = fused
         self.keys: dict[Any, OperatorKey] = {}
         self.written = set(inputs_written_later(joint))
         backward = [node for node in joint.graph.nodes if node.op == "call_function" and FORWARD not in node.meta]
@@ -228,6 +226,8 @@ class Values:
             return False  # a constant of the graph
         base = base_of(node)
         if base is not node:
+            if self.fused and is_expanded(node):
+                return False  # the compiler would write out, for a card, what an expanded view repeats
             # A view of an input is made again, since that takes no memory either way.
             return base.op == "call_function" and self.is_held(base)
         if node.target is operator.getitem:
@@ -237,7 +237,7 @@ class Values:
         traits = traits_of(node.target)
         if traits.is_foreign or traits.written:
             return True  # nobody knows whether such an operator gives the same result again
-        if self.keeps_draws and is_random(node):
+        if self.fused and is_random(node):
             return True
         if chooses(traits, values_of(node)):
             return True  # a recomputed router may choose other experts than forward did
@@ -296,6 +296,11 @@ def operands_in(node: Any) -> list[Any]:
 def values_of(node: Any) -> Sequence[Any]:
     value = node.meta.get("val")
     return value if isinstance(value, list | tuple) else (value,)
+
+
+def is_expanded(node: Any) -> bool:
+    """True if several places of a tensor are one in memory."""
+    return any(isinstance(value, torch.Tensor) and 0 in value.stride() for value in values_of(node))
 
 
 def is_random(node: Any) -> bool:

@@ -9,7 +9,6 @@ from tightfit.names import BUDGET_AND_COMPILED_BLOCKS
 from tightfit.planner.levers.base import BlockLever, Exactness, PlainStep, Role, Suggestion, register
 
 if TYPE_CHECKING:
-    from tightfit.devices.spec import DeviceSpec
     from tightfit.planner.records import BlockChoice
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # PyTorch's `activation_memory_budget` of a block, the fastest first
@@ -28,7 +27,7 @@ class CompiledBlocks(BlockLever):
 
     name = "compile"
     title = "compile"
-    summary = "`torch.compile` compiles the blocks (CPU)"
+    summary = "`torch.compile` compiles the blocks"
     exactness = Exactness.ROUNDING
     role = Role.WHOLE_BLOCKS
     spread = 1.05  # fused kernels round at other places: -3.2% to +3.3% (notes/exactness.md, "Rounding")
@@ -44,15 +43,6 @@ class CompiledBlocks(BlockLever):
     @classmethod
     def why_not(cls, step: PlainStep) -> str | None:
         return None if step.blocks else "the model has no repeated blocks"
-
-    @classmethod
-    def refusal(cls, device: "DeviceSpec") -> str | None:
-        if device.kind == "cpu":
-            return None
-        return (
-            f"compile is not available in a plan for {device.name}: tightfit predicts compiled code for a CPU only: "
-            "leave it out of the levers, or call compile_blocks without a plan"
-        )
 
     def mixed(self, higher: "CompiledBlocks", last: int) -> "CompiledBlocks":
         """This setting, with the shares of the `higher` one in the `last` blocks, whose backward comes first."""

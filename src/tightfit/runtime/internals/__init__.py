@@ -28,10 +28,6 @@ from tightfit.runtime.internals.compiler import (
     compiled_code_on,
     compiler_is_disabled,
     compiler_is_loaded,
-    decomposed,
-    inductor_program,
-    inductor_source,
-    inductor_with_budget,
     load_compiler,
     many_compilations,
     without_dynamo,
@@ -102,6 +98,13 @@ from tightfit.runtime.internals.graphs import (
     sizes_are_static,
     sums_of_autograd,
 )
+from tightfit.runtime.internals.inductor import (
+    decomposed,
+    inductor_program,
+    inductor_source,
+    inductor_with_budget,
+)
+from tightfit.runtime.internals.kernels import tuned_apart
 from tightfit.runtime.internals.sharded import (
     around_messages_of_fsdp2,
     classes_before_fsdp2,
@@ -228,6 +231,7 @@ __all__ = [
     "tensor_without_memory",
     "text_of_tensors_by",
     "transforms_are_active",
+    "tuned_apart",
     "unregister_pages",
     "without_dynamo",
     "without_function_modes",

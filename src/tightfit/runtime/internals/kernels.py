@@ -6,13 +6,16 @@ place, and which stay inside of it.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import getattr_static
 from typing import Any
+
+import torch
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """A context in which an attribute of a module or a class of PyTorch is another one."""
-    before = getattr(owner, name)
+    before = getattr_static(owner, name)  # a static method as such
     setattr(owner, name, value)
     try:
         yield
@@ -128,3 +131,22 @@ def _arguments(group: Any, name: str | None = None) -> str:
         return ""
     declared, _, _ = group.args.cpp_argdefs()
     return f'extern "C" void kernel({", ".join(declared)})'
+
+
+@contextmanager
+def tuned_apart() -> Iterator[None]:
+    """A context in which Triton's kernels give back what they allocate while they are tuned, when they first run.
+
+    That is as large as the card's second cache. In the allocator's own, steps would find it again: blocks would be
+    split otherwise than planned.
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # takes seconds to import
+
+    tune = CachingAutotuner.benchmark_all_configs
+
+    def apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            return tune(self, *args, **kwargs)
+
+    with replaced(CachingAutotuner, "benchmark_all_configs", apart):
+        yield

@@ -28,6 +28,8 @@ _TRUE_ANSWERS = frozenset(
 # Capability".
 _SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
 _NEWEST_SHARED_KIB, _LEAST_SHARED_KIB = 99, 48  # (12, 0) and (12, 1); before (7, 0)
+# Most threads of a multiprocessor, in the same table; 2048 elsewhere.
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 # Modules of these libraries in which models choose between operators by their tensors' device.
 _OF_MODELS = ("tightfit.models.", "transformers.models.", "transformers.integrations.moe")
 _MAPPED = "cuda"
@@ -62,9 +64,10 @@ def properties_of(card: DeviceProperties) -> SimpleNamespace:
     major, minor = card.capability
     shared = shared_memory(card.capability)
     return SimpleNamespace(
-        name=card.name, major=major, minor=minor, total_memory=card.memory_bytes, warp_size=32,
+        name=card.name, gcnArchName=card.name, major=major, minor=minor, total_memory=card.memory_bytes, warp_size=32,
         multi_processor_count=card.multiprocessors, shared_memory_per_block=48 * 1024,
         shared_memory_per_block_optin=shared, shared_memory_per_multiprocessor=shared + 1024,
+        max_threads_per_multi_processor=_THREADS.get(card.capability, 2048), max_threads_per_block=1024,
         regs_per_multiprocessor=65536, is_integrated=False, is_multi_gpu_board=False,
     )  # fmt: skip
 

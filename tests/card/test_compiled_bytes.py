@@ -1,0 +1,96 @@
+"""Compiled blocks take the predicted bytes on a card, whose code a dry run writes without Triton and without a card."""
+
+import copy
+import gc
+import os
+
+import pytest
+import torch
+from three_steps import peak_of_the_third
+
+import tightfit
+from tightfit.levers.captured import CapturedForward
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
+from tightfit.planner.levers import CompiledBlocks
+from tightfit.runtime.internals import clear_cublas_workspaces
+from tightfit.tracing.build import build_dry
+from tiny import decoder, token_batch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo asks it of what it is given
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within PyTorch's compiler and Triton
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of what a card could do besides
+    pytest.mark.keeps("compiled-blocks-on-a-card"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached():
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    clear_cublas_workspaces()  # other files count on taking their own
+
+
+def measured(levers_on, build, batch, precision):
+    """The peak of the third step, whose first one compiled and tuned the kernels, and the forwards of the blocks."""
+    clear_cublas_workspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model, on_card = build().cuda(), {name: tensor.cuda() for name, tensor in batch.items()}
+    with levers_on(model):
+        peak = peak_of_the_third(model, on_card, precision) - before
+        forwards = [vars(layer).get("forward") for layer in model.layers]
+    assert {(type(each), each.fused, each.refused) for each in forwards} == {(CapturedForward, True, None)}
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("policy", "precision", "dropout"),
+    [
+        (RECOMPUTE_ALL, "bf16", 0.0),
+        pytest.param(KEEP_ALL, "fp32", 0.0, marks=pytest.mark.slow),  # each compiles for half a minute
+        pytest.param(KEEP_ALL, "bf16", 0.1, marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_that_are_compiled_by_hand_take_what_was_predicted(policy, precision, dropout):
+    build = lambda: decoder(num_layers=3, hidden_size=128, vocab_size=2000, dropout=dropout).train()  # noqa: E731
+    batch, compiled = token_batch(8, 256), lambda m: tightfit.capture(m, "layers.*", policy=policy, compiled=True)
+    model = build()
+    with compiled(model):
+        predicted = tightfit.estimate(model, batch, precision=precision, device="cuda").peak_bytes
+    del model
+    assert measured(compiled, build, batch, precision) == predicted
+
+
+@pytest.mark.skipif("TIGHTFIT_NULLCARD" in os.environ, reason="a null card computes nothing")
+@pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_as_exact_as_plain_ones(policy, precision):
+    model = decoder(num_layers=3, hidden_size=128, vocab_size=2000).cuda()
+    batch = {name: tensor.cuda() for name, tensor in token_batch(8, 256).items()}
+
+    def gradients(of, precision):
+        of.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            loss = of(**batch).loss
+        loss.backward()
+        return torch.cat([parameter.grad.double().flatten() for parameter in of.parameters()])
+
+    truth = gradients(copy.deepcopy(model).double(), "fp64")
+    plain = gradients(model, precision)
+    with tightfit.capture(model, "layers.*", policy=policy, compiled=True):
+        compiled = gradients(model, precision)
+    assert 0 < (compiled - truth).norm() <= 1.05 * (plain - truth).norm()
+
+
+@pytest.mark.slow  # writes several sets of code, and compiles one
+@pytest.mark.parametrize(("precision", "budget"), [("bf16", "0.7x"), ("fp32", "0.7x")])
+def test_a_plan_that_compiles_takes_its_peak(precision, budget):
+    build = lambda: decoder(num_layers=4, hidden_size=128, vocab_size=2000)  # noqa: E731
+    batch = token_batch(8, 256)
+    levers = ["recompute", "compile"]
+    plan = tightfit.plan(build_dry(build), batch, budget, levers=levers, precision=precision, device="cuda")
+    assert plan.lever(CompiledBlocks).paths == tuple(f"layers.{n}" for n in range(4))
+    assert measured(plan.apply, build, batch, precision) == plan.peak_bytes <= plan.budget_bytes

@@ -1,0 +1,106 @@
+"""Plans for cards compile blocks: their code is written here, without a card, its driver or Triton."""
+
+import pytest
+import torch
+
+import tightfit
+from tightfit.errors import DeviceError
+from tightfit.levers.captured import capture_paths
+from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
+from tightfit.planner.levers import CompiledBlocks
+from tightfit.runtime import compilers
+from tightfit.step import Part, StepSettings, model_loss
+from tightfit.tracing.compiled_code import KERNEL
+from tightfit.tracing.cuda.role import CudaRole
+from tightfit.tracing.step import trace_step
+from tiny import decoder, token_batch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo asks it of what it is given
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within PyTorch's compiler
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of a card without bf16
+    pytest.mark.keeps("compiled-blocks-on-a-card"),
+]
+LEVERS = ["recompute", "compile"]
+
+
+@pytest.fixture
+def model():
+    return decoder(num_layers=2, hidden_size=64, vocab_size=2000)
+
+
+def trace_of(model, batch, policy, compiled):
+    with tightfit.capture(model, "layers.*", policy=policy, compiled=compiled):
+        parts = [Part(batch, 1.0)]
+        return trace_step(model, parts, model_loss, settings=StepSettings("bf16"), role=CudaRole((8, 9), 128))
+
+
+@pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL])
+def test_blocks_launch_the_kernels_that_the_compiler_writes_for_the_card(model, policy):
+    of_operators, fused = (trace_of(model, token_batch(4, 256), policy, each) for each in (False, True))
+    names, before = ({operator.name for operator in trace.operators} for trace in (fused, of_operators))
+    assert KERNEL in names - before
+    assert "aten.silu.default" in before - names, "it is a part of a kernel"
+    assert "aten.mm.out" in names, "products stay cuBLAS's"
+    assert fused.peak_bytes <= of_operators.peak_bytes
+
+
+def test_what_stands_in_for_a_card_is_gone_afterwards(model):
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    asked = (
+        vars(CudaInterface)["get_device_properties"],
+        vars(DeviceProperties)["create"],
+        torch.Tensor.copy_,
+        torch.cuda.get_device_properties,
+    )
+    trace_of(model, token_batch(4), KEEP_ALL, True)
+    assert asked == (
+        vars(CudaInterface)["get_device_properties"],
+        vars(DeviceProperties)["create"],
+        torch.Tensor.copy_,
+        torch.cuda.get_device_properties,
+    )
+
+
+@pytest.mark.slow  # writes several sets of code
+def test_a_plan_for_a_card_compiles_where_that_is_faster(model):
+    recorded, compiled = (
+        tightfit.plan(model, token_batch(8, 256), "0.8x", levers=each, device="rtx4090", precision="bf16")
+        for each in (["recompute"], LEVERS)
+    )
+    assert compiled.lever(CompiledBlocks).paths == ("layers.0", "layers.1")
+    assert compiled.peak_bytes <= compiled.budget_bytes
+    assert compiled.step_seconds < recorded.step_seconds
+
+
+@pytest.mark.slow  # writes code
+def test_a_card_without_bf16_runs_as_before_and_it_is_said(model):
+    plan = tightfit.plan(model, token_batch(8, 256), "0.8x", levers=LEVERS, device="t4", precision="bf16")
+    assert plan.lever(CompiledBlocks) is None
+    assert any("BF16 is not supported" in rejected.reason for rejected in plan.rejected)
+
+
+def test_without_recompute_it_is_told_and_not_taken(model):
+    levers = ["chunked_loss", "compile"]
+    plan = tightfit.plan(model, token_batch(8, 256), "0.97x", levers=levers, device="rtx4090")
+    assert plan.lever(CompiledBlocks) is None
+    assert any("allow the lever recompute too" in rejected.reason for rejected in plan.rejected)
+
+
+def test_a_card_without_triton_is_one_line(model, monkeypatch):
+    monkeypatch.setattr(compilers, "has_triton_package", lambda: False)
+    monkeypatch.setattr("tightfit.levers.captured.lever.device_of", lambda model: "cuda")
+    policies = dict.fromkeys(("layers.0", "layers.1"), KEEP_ALL)
+    with pytest.raises(DeviceError, match="compile compiles blocks, for which a card needs Triton: install"):
+        capture_paths(model, policies, fused=tuple(policies))
+
+
+@pytest.mark.slow  # writes code
+def test_a_plan_for_a_card_needs_no_compiler_of_this_machine(model, monkeypatch):
+    monkeypatch.setattr(compilers, "_COMPILERS", ("none",))
+    plan = tightfit.plan(model, token_batch(8, 256), "0.8x", levers=LEVERS, device="rtx4090")
+    assert plan.lever(CompiledBlocks)
+    with pytest.raises(DeviceError, match="needs a C\\+\\+ compiler"):
+        tightfit.plan(model, token_batch(8, 256), "0.8x", levers=LEVERS)
