@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.card_cases import CARDS, Step, kind, steps, zoo_steps
+from benchmarks.card_cases import CARDS, Step, compiled_steps, kind, steps, zoo_steps
 from benchmarks.environment import environment as described
 
 SECONDS = 600  # after which a step is given up
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--zoo", action="store_true", help="the causal language models of transformers, tiny, instead")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    grid = list(zoo_steps() if given.zoo else steps(given.each, given.seed))
+    grid = list(zoo_steps() if given.zoo else [*steps(given.each, given.seed), *compiled_steps(given.seed)])
     chosen = [step for step in grid if given.only in step.name]
     if given.worker:
         return _work([step for step in chosen if step.card == given.worker])
@@ -157,7 +157,7 @@ def examine(step: Step) -> dict[str, Any]:
         predicted = estimate(model, batch, **asked).step_figures
     else:
         levers, _, budget = step.lever.partition(" at ")
-        asked["levers"] = ["exact", "offload"] if levers == "offload" else levers
+        asked["levers"] = ["exact", levers] if levers in ("offload", "compile") else levers
         try:
             made = plan(model, batch, budget, **asked)
         except CannotFit as error:  # then the tightest that fits

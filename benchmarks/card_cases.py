@@ -229,6 +229,20 @@ def zoo_steps(card: str = "rtx4090") -> Iterator[Step]:
             yield Step(card, name, "own", "bf16", "adamw fused", lever, zoo.BATCH.size, zoo.BATCH.length)
 
 
+COMPILED = ("llama", "gpt2", "qwen3", "decoder with dropout")
+
+
+def compiled_steps(seed: int = 0) -> Iterator[Step]:
+    """Plans whose blocks PyTorch's compiler may write, on every card: they need Triton."""
+    for kind in COMPILED:
+        for card in CARDS:
+            drawn = random.Random(f"{seed} compiled {kind} {card}")
+            precision = drawn.choice(("bf16", "fp32", "weights") if card != "t4" else ("fp32", "fp16"))
+            lever = f"compile at {drawn.choice(BUDGETS[1:5])}"
+            attention = "own" if kinds()[kind].attentions == ("own",) else "sdpa"
+            yield Step(card, kind, attention, precision, "adamw fused", lever, 4, drawn.choice(LENGTHS))
+
+
 PRECISIONS = ("bf16", "fp32", "fp16", "weights")
 OPTIMIZERS = ("adamw fused", "adamw foreach", "adamw loop", "sgd", "adamw8bit")
 LEVERS = ("plain", "blocks", "exact", "exact", "rounding", "offload")

@@ -47,7 +47,7 @@ SMALL = {"tiny": (4, 96)}
 OTHERS = tuple(name for name in PEERS if "checkpoint" in name and "'" not in name)
 AT = (REFERENCE, "torch.utils.checkpoint, every 2nd block", "selective checkpoint, every 2nd product kept")
 SHARES = ("0.5x", "0.25x")  # of the plain peak
-LEVERS = ("exact", "rounding")
+LEVERS = ("exact", "rounding", "rounding, compile")
 ROUNDS, WARM_UP, TIMED = 3, 1, 2
 
 
@@ -153,7 +153,8 @@ def planned(
     """A plan as it is written, None if none fits, and its figures."""
     began = time.perf_counter()
     try:
-        made = plan(build_dry(MODELS[name].build), shape, budget, levers=levers, precision="bf16", device=device)
+        how: dict[str, Any] = {"levers": levers.split(", ") if ", " in levers else levers, "precision": "bf16"}
+        made = plan(build_dry(MODELS[name].build), shape, budget, device=device, **how)
     except CannotFit as error:
         return None, {"error": str(error).splitlines()[0]}
     return made.to_dict(), {
