@@ -10,6 +10,7 @@ from three_steps import peak_of_the_third
 
 import tightfit
 from tightfit.levers.captured import CapturedForward
+from tightfit.levers.compiled import CompiledForward
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
 from tightfit.planner.levers import CompiledBlocks
 from tightfit.runtime.internals import clear_cublas_workspaces
@@ -32,7 +33,7 @@ def nothing_cached():
     clear_cublas_workspaces()  # other files count on taking their own
 
 
-def measured(levers_on, build, batch, precision):
+def measured(levers_on, build, batch, precision, kind=CapturedForward):
     """The peak of the third step, whose first one compiled and tuned the kernels, and the forwards of the blocks."""
     clear_cublas_workspaces()
     gc.collect()
@@ -42,7 +43,8 @@ def measured(levers_on, build, batch, precision):
     with levers_on(model):
         peak = peak_of_the_third(model, on_card, precision) - before
         forwards = [vars(layer).get("forward") for layer in model.layers]
-    assert {(type(each), each.fused, each.refused) for each in forwards} == {(CapturedForward, True, None)}
+    assert {type(each) for each in forwards} == {kind}
+    assert all(each.fused and each.refused is None for each in forwards if kind is CapturedForward)
     return peak
 
 
@@ -62,6 +64,18 @@ def test_blocks_that_are_compiled_by_hand_take_what_was_predicted(policy, precis
         predicted = tightfit.estimate(model, batch, precision=precision, device="cuda").peak_bytes
     del model
     assert measured(compiled, build, batch, precision) == predicted
+
+
+@pytest.mark.slow  # compiles for half a minute
+@pytest.mark.parametrize(("keep", "precision"), [(1.0, "bf16"), (0.5, "fp32")])
+def test_blocks_that_keep_what_the_compiler_chooses_take_what_was_predicted(keep, precision):
+    build = lambda: decoder(num_layers=3, hidden_size=128, vocab_size=2000)  # noqa: E731
+    batch, model = token_batch(8, 256), build()
+    with tightfit.compile_blocks(model, "layers.*", keep=keep):
+        predicted = tightfit.estimate(model, batch, precision=precision, device="cuda").peak_bytes
+    del model
+    compiled = lambda m: tightfit.compile_blocks(m, "layers.*", keep=keep)  # noqa: E731
+    assert measured(compiled, build, batch, precision, CompiledForward) == predicted
 
 
 @pytest.mark.skipif("TIGHTFIT_NULLCARD" in os.environ, reason="a null card computes nothing")

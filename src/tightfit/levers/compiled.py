@@ -2,9 +2,8 @@
 
 Parameters are arguments of the compiled code, so one compilation serves all blocks of a kind. PyTorch decides which
 tensors a compiled block saves for backward: the smallest cut of its joint graph, or a share of that. Our own recompute
-does not apply, because no operator of compiled code passes the dispatcher. A dry run on a CPU runs the code that the
-compiler generates (`tracing/compiled_code.py`). A block runs as eager code if another dispatch mode is active, and in a
-dry run that simulates a CUDA device.
+does not apply, because no operator of compiled code passes the dispatcher. A dry run runs the code that the compiler
+generates (`tracing/compiled_code.py`). A block runs as eager code if another dispatch mode is active.
 """
 
 import functools
@@ -21,9 +20,13 @@ from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.region import FrugalForward
 from tightfit.runtime.compilers import demand_compiler, device_of
-from tightfit.runtime.internals import dispatch_is_watched, inductor_with_budget, many_compilations
+from tightfit.runtime.internals import (
+    dispatch_is_watched,
+    inductor_with_budget,
+    many_compilations,
+    tune_kernels_apart,
+)
 from tightfit.runtime.module_paths import module_at
-from tightfit.runtime.simulation import simulation
 
 
 def compile_blocks(model: nn.Module, pattern: str, *, keep: float = 1.0) -> Applied:
@@ -85,7 +88,7 @@ class CompiledForward(FrugalForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside:
             return self.original(*args, **kwargs)
-        if simulators.compiled is not None and not simulation.of_cuda:
+        if simulators.compiled is not None:
             return self.written(simulators.compiled, args, kwargs)
         if dispatch_is_watched():
             # dynamo leaves code alone under a dispatch mode. The mode would see eager operators or none at all.
@@ -108,6 +111,7 @@ class CompiledForward(FrugalForward):
 @functools.cache
 def compiled_forward(kind: type[nn.Module], keep: float, whole: bool) -> Callable[..., Any]:
     """The compiled `forward` of a class of modules, for one value of `keep`."""
+    tune_kernels_apart()
     backend = functools.partial(inductor_with_budget, kind.__name__, keep)
     return torch.compile(own_forward(kind, f"keep_{keep:g}"), backend=backend, fullgraph=whole)
 

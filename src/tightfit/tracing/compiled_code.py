@@ -20,6 +20,7 @@ from tightfit.errors import CompileError
 from tightfit.levers.activity import simulators
 from tightfit.levers.compiled import own_forward
 from tightfit.runtime.internals import compiled_code_on, inductor_with_budget, is_active, many_compilations, no_modes
+from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cuda.answers import properties_of, simulated_card
 from tightfit.tracing.dry_run import DryRun
 from tightfit.tracing.shapes import TensorShape
@@ -53,7 +54,7 @@ class CompiledRunner:
         from torch._dynamo import exc  # takes seconds to import
         from torch._inductor.exc import InductorError
 
-        forward = written_forward(type(module), share)
+        forward = written_forward(type(module), share, simulation.card)
         try:
             # dynamo leaves code alone under a dispatch mode; `run` activates the dry run again for the generated code.
             with self.dry.modules.paused(), no_modes(), many_compilations():
@@ -105,9 +106,12 @@ def compiled_runner() -> CompiledRunner:
 
 
 @functools.cache
-def written_forward(kind: type[nn.Module], share: float) -> Callable[..., Any]:
-    """The `forward` of a class of modules, compiled to code without kernels; separate from the real compilations."""
-    backend = functools.partial(inductor_with_budget, kind.__name__, share, build=without_kernels)
+def written_forward(kind: type[nn.Module], share: float, card: Any) -> Callable[..., Any]:
+    """The `forward` of a class of modules, compiled to code without kernels; separate from the real compilations, and
+    for each `card` that CPU tensors simulate.
+    """
+    properties = None if card is None else properties_of(card)
+    backend = functools.partial(inductor_with_budget, kind.__name__, share, build=without_kernels, card=properties)
     return torch.compile(own_forward(kind, "written"), backend=backend, fullgraph=True, dynamic=False)
 
 

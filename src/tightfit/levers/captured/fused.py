@@ -15,8 +15,7 @@ from tightfit.levers.activity import simulators
 from tightfit.levers.captured.partition import drop_unread
 from tightfit.levers.captured.views import join_views
 from tightfit.runtime.forked import processes_for, shared_out
-from tightfit.runtime.internals import boxed, decomposed, inductor_program, inductor_source, tuned_apart
-from tightfit.runtime.nested import tensors_in
+from tightfit.runtime.internals import boxed, decomposed, inductor_program, inductor_source, tune_kernels_apart
 
 Program = Callable[[list[Any]], Any]
 
@@ -61,9 +60,7 @@ class Fused:
                 return self.play(args)
             if self.compiled is None:
                 self.compiled = inductor_program(self.graph, self.used_up, **self.how)
-                if any(tensor.is_cuda for tensor in tensors_in(args)):
-                    with tuned_apart():
-                        return self.compiled(args)
+                tune_kernels_apart()
             return self.compiled(args)
 
         return boxed(call)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tightfit.errors import CompileError
-from tightfit.planner.levers import Combination, CompiledBlocks, Lever, Recompute, Role
+from tightfit.planner.levers import Combination, Lever, Role
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.bisection import halved
 from tightfit.planner.search.candidates import Candidate
@@ -18,11 +18,6 @@ def compile_blocks(search: Search, combinations: Sequence[Combination]) -> None:
         return
     if fuse_blocks(search, [search.priced[each] for each in combinations if each in search.priced]):
         return
-    if search.request.device.kind != "cpu":
-        if not search.request.may(Recompute):
-            why = "on a card its blocks keep what the plan chooses: allow the lever recompute too"
-            search.rejected.append(Rejected(CompiledBlocks.title, why))
-        return  # a dry run does not know which values PyTorch's own partition would keep on a card
     for combination in combinations:
         for kind in kinds:
             try_whole_blocks(search, combination, kind)

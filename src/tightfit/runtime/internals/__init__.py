@@ -104,7 +104,7 @@ from tightfit.runtime.internals.inductor import (
     inductor_source,
     inductor_with_budget,
 )
-from tightfit.runtime.internals.kernels import tuned_apart
+from tightfit.runtime.internals.kernels import tune_kernels_apart
 from tightfit.runtime.internals.sharded import (
     around_messages_of_fsdp2,
     classes_before_fsdp2,
@@ -231,7 +231,7 @@ __all__ = [
     "tensor_without_memory",
     "text_of_tensors_by",
     "transforms_are_active",
-    "tuned_apart",
+    "tune_kernels_apart",
     "unregister_pages",
     "without_dynamo",
     "without_function_modes",

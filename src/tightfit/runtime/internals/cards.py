@@ -56,7 +56,7 @@ def inductor_on(properties: Any) -> Iterator[None]:
     It asks a device's interface, which asks the driver. That there is Triton it asks too, but only kernels need it.
     """
     from torch._dynamo.device_interface import CudaInterface  # these take seconds to import
-    from torch._inductor import scheduler
+    from torch._inductor import scheduler, utils
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton
 
@@ -81,6 +81,7 @@ def inductor_on(properties: Any) -> Iterator[None]:
         (torch.cuda, "get_device_capability", capability),
         (torch.cuda, "current_device", 0),
         (scheduler, "has_triton", True),
+        (utils, "is_big_gpu", False),  # of products that inductor would tune, and remembered by number
         (_triton, "triton_hash_with_backend", ""),
     )
     with ExitStack() as stack:

@@ -16,13 +16,13 @@ from tightfit.runtime.internals.kernels import kernels_without_text, replaced, w
 
 
 def inductor_with_budget(
-    kind: str, share: float, graph: Any, inputs: Any, build: Callable[[str], Any] | None = None
+    kind: str, share: float, graph: Any, inputs: Any, build: Callable[[str], Any] | None = None, card: Any = None
 ) -> Any:
     """A backend of `torch.compile`: inductor with `activation_memory_budget=share` and eager random numbers.
 
     It raises `CompileError` if the backward of a block of this `kind` would draw random numbers again. With `build`,
     inductor's generated source is passed to `build`, which returns the module to use. No kernel is built then, and
-    nothing remains in inductor's caches.
+    nothing remains in inductor's caches. With the properties of a `card` the source is for it.
     """
     from torch._functorch import config as functorch  # these take seconds to import
     from torch._inductor import config as inductor
@@ -39,14 +39,31 @@ def inductor_with_budget(
         if kwargs.get("is_backward") and any(map(_draws_random_numbers, graph.graph.nodes)):
             raise CompileError(
                 f"{kind}: PyTorch's compiler draws random numbers (dropout) again when it recomputes, and gradients "
-                "would be wrong: use keep=1, or no dropout"
+                f"would be wrong: use {'' if share == 1 else 'keep=1, or '}no dropout"
             )
         written = nullcontext() if build is None else _written_only(build)
-        with no_modes(), no_progress_bars(), inductor.patch(settings), writes_are_waited_for(), written:
+        on = nullcontext() if card is None else inductor_on(card)
+        with no_modes(), no_progress_bars(), inductor.patch(settings), writes_are_waited_for(), written, on:
+            if card is not None:
+                graph, args = _of_card(graph), (on_card(args[0]), *args[1:])
             return compile_fx_inner(graph, *args, **kwargs)
 
     with functorch.patch(activation_memory_budget=share, **unseen), inductor.patch(settings):
         return compile_fx(graph, inputs, inner_compile=inner)
+
+
+def _of_card(module: Any) -> Any:
+    """A graph with a card's tensors in the place of a CPU's."""
+    from torch._guards import detect_fake_mode  # takes seconds to import
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    shapes = detect_fake_mode(inputs)
+    with torch.no_grad(), _constants_among(shapes):
+        made = make_fx(interpreter_of(module, is_on_card=True).run)(*on_card(inputs))
+    (before,), (after,) = (each.graph.find_nodes(op="output") for each in (module, made))
+    after.meta.update(before.meta)
+    return made
 
 
 def _draws_random_numbers(node: Any) -> bool:
@@ -89,6 +106,7 @@ def decomposed(module: Any, card: Any = None) -> Any:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    (output,) = module.graph.find_nodes(op="output")
     shapes = detect_fake_mode(inputs)
     assert shapes is not None, "graphs are recorded on fake tensors"
     if card is not None:
@@ -103,7 +121,22 @@ def decomposed(module: Any, card: Any = None) -> Any:
             if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ())
         }
         run = interpreter_of(module, is_on_card=card is not None).run
-        return make_fx(run, decomposition_table=table)(*inputs)
+
+        def as_recorded(*given: Any) -> list[Any]:
+            return [_laid_as(made, node) for made, node in zip(run(*given), output.args[0], strict=True)]
+
+        return make_fx(as_recorded, decomposition_table=table)(*inputs)
+
+
+def _laid_as(made: Any, node: Any) -> Any:
+    """A result that lies in memory as the recorded node's: a decomposition may copy less (`cat` with nothing)."""
+    if not isinstance(made, torch.Tensor):
+        return made
+    stride = node.meta["val"].stride()
+    places = zip(made.shape, made.stride(), stride, strict=True)
+    if made.numel() == 0 or all(size == 1 or own == its for size, own, its in places):
+        return made
+    return torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device).copy_(made)
 
 
 @contextmanager

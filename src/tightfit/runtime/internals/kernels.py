@@ -4,6 +4,7 @@ What is left without the text is what decides about memory: which buffers a kern
 place, and which stay inside of it.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import getattr_static
@@ -133,13 +134,16 @@ def _arguments(group: Any, name: str | None = None) -> str:
     return f'extern "C" void kernel({", ".join(declared)})'
 
 
-@contextmanager
-def tuned_apart() -> Iterator[None]:
-    """A context in which Triton's kernels give back what they allocate while they are tuned, when they first run.
+@functools.cache
+def tune_kernels_apart() -> None:
+    """From now on Triton's kernels give back what they allocate while they are tuned, when they first run.
 
     That is as large as the card's second cache. In the allocator's own, steps would find it again: blocks would be
-    split otherwise than planned.
+    split otherwise than planned. Does nothing before a card is used.
     """
+    if not torch.cuda.is_initialized():
+        tune_kernels_apart.cache_clear()
+        return
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # takes seconds to import
 
     tune = CachingAutotuner.benchmark_all_configs
@@ -148,5 +152,4 @@ def tuned_apart() -> Iterator[None]:
         with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
             return tune(self, *args, **kwargs)
 
-    with replaced(CachingAutotuner, "benchmark_all_configs", apart):
-        yield
+    CachingAutotuner.benchmark_all_configs = apart
