@@ -17,7 +17,7 @@ from tightfit.levers.recompute.expected import Expected
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder
-from tightfit.levers.recompute.saved import unpack
+from tightfit.levers.recompute.saved import hooks_around, unpack
 from tightfit.levers.recompute.saves import Again, Noting, Saves
 from tightfit.levers.recompute.values import (
     OffloadStore,
@@ -160,8 +160,12 @@ class RecordedForward(FrugalForward):
         if self.steps_aside:
             return self.original(*args, **kwargs)
         notes = (
-            self.policy.offloads_all and self.holds_output and activity.on_save is None and nothing_is_watched()
-        )  # in a segment, a block reads values that another one computes
+            self.policy.offloads_all
+            and self.holds_output  # in a segment, a block reads values that another one computes
+            and activity.on_save is None
+            and nothing_is_watched()
+            and hooks_around() is None
+        )
         kind = self._kind_of(args, kwargs) if notes else ()
         saves = self.saves.get(kind) if notes else None
         if saves is not None and self.offload_store is not None:
