@@ -228,3 +228,32 @@ def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_predictio
     assert len(mode.seen) > 4000
     others = {name: found for name, found in mode.others.items() if name.split(".")[1] not in BY_NUMBERS}
     assert not {name: (found[0], len(found)) for name, found in others.items()}
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1.0, 20.0])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_exponential_of_a_matrix_of_any_norm_is_within_the_estimate(count, norm):
+    # Zeros, on which other operators run for their scratch memory, take 5 matrices of it, and large numbers 13.
+    model = nn.ParameterDict({"power": nn.Parameter(torch.full((count, 24, 24) if count > 1 else (24, 24), norm / 24))})
+
+    def loss(model, batch):
+        return torch.linalg.matrix_exp(model["power"]).mean() * batch["x"].mean()
+
+    batch = {"x": torch.ones(4)}
+    found = estimate(model, batch, loss=loss, optimizer="sgd")
+    measured = allocator_peak(model, batch, loss=loss, optimizer="sgd")
+    assert any("norm of the matrix" in assumption for assumption in found.assumptions) == (count == 1)
+    if count == 1 and norm < 20:
+        assert found.peak_bytes > measured
+    else:
+        assert found.peak_bytes == pytest.approx(measured, abs=UNSEEN)
+
+
+def test_the_step_of_an_orthogonal_layer_is_within_the_estimate():
+    model = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
+    batch = {"x": torch.randn(4, 16)}
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    assert allocator_peak(model, batch, loss=loss) <= estimate(model, batch, loss=loss).peak_bytes

@@ -167,6 +167,10 @@ def _overloads(names: str) -> frozenset[str]:
 
 
 MEASURED, COPYING = _CONVOLUTIONS | _overloads(_MEASURED), _overloads(_COPYING)
+# The exponential of one matrix takes 5 to 13 matrices, more of them the larger its norm is. Several matrices take those
+# of the largest degree whatever their numbers are (`mexp` in ATen/native/LinearAlgebra.cpp).
+BY_NORM = _overloads("linalg_matrix_exp")
+_LARGE = 9.0  # more than the norm from which on it takes the most, in every dtype
 PIVOTED = _overloads("linalg_ldl_solve lu_unpack")  # LAPACK counts rows from 1: a row 0 lies before the matrix
 LARGEST_RUN = 16 * 2**20  # bytes of operands and results; larger calls are extrapolated from two small batches
 LARGEST_WHOLE_RUN = 256 * 2**20  # the same of calls that cannot be made smaller
@@ -228,8 +232,11 @@ def _with_batch(call: Any, batch: int, size: int, tensors: int) -> Any:
 
 def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
     """The bytes that a call on zeros allocates beside its results, or on ones where zeros are refused, as probabilities
-    are, or would be written elsewhere (PyTorch 2.11 passes pivots on unchecked); None if it can run on neither.
+    are, or would be written elsewhere (PyTorch 2.11 passes pivots on unchecked); None if it can run on neither. Where
+    they depend on a norm, on large numbers.
     """
+    if str(operator) in BY_NORM:
+        return _run_on(partial(torch.full, fill_value=_LARGE), operator, args, kwargs)
     found = None if str(operator) in PIVOTED else _run_on(torch.zeros, operator, args, kwargs)
     return _run_on(torch.ones, operator, args, kwargs) if found is None else found
 
@@ -257,4 +264,4 @@ def _real(filled: Callable[..., torch.Tensor], each: Any) -> Any:
         return each
     places = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride, strict=True))
     filled = torch.ones if each.dtype == torch.bool else filled  # a mask that is true everywhere, the worst case
-    return filled(places if each.numel else 0, dtype=each.dtype).as_strided(each.shape, each.stride)
+    return filled((places if each.numel else 0,), dtype=each.dtype).as_strided(each.shape, each.stride)
