@@ -11,7 +11,7 @@ from trap_levers import LEVERS
 
 import tightfit
 from exactness import assert_bit_equal, run
-from tiny import Stack
+from tiny import Stack, allocator_peak
 
 hooks = torch.autograd.graph.saved_tensors_hooks
 
@@ -101,11 +101,15 @@ def test_a_block_in_a_checkpoint_saves_nothing_there():
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_plan_within_saved_tensor_hooks_is_verified(context):
-    made, batch = model(), (torch.randn(64, 8),)
+    layer = nn.TransformerEncoderLayer
+    made = Stack(*(layer(16, 2, 32, 0.0, batch_first=True) for _ in range(3)))
+    batch = {"x": torch.randn(8, 6, 16)}
 
     def loss(model, batch):
-        return under(CONTEXTS[context])(model, *batch)
+        return under(CONTEXTS[context])(model, batch["x"])
 
     plan = tightfit.plan(made, batch, "0.9x", loss=loss, levers="exact", optimizer="sgd")
     assert plan.peak_bytes < plan.plain_peak_bytes
     assert tightfit.verify(made, batch, plan, loss=loss).ok
+    with plan.apply(made):
+        assert allocator_peak(made, batch, loss=loss, optimizer="sgd") == pytest.approx(plan.peak_bytes, abs=128)

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import RecomputeError
-from tightfit.levers.activity import activity
+from tightfit.levers.activity import activity, hooks_of_others
 from tightfit.levers.recompute.expected import Ran
 from tightfit.levers.recompute.exposure import ExposureMode
 from tightfit.levers.recompute.generators import GeneratorState, draws, generator_of
@@ -107,13 +107,16 @@ class Recorder(TorchDispatchMode):
         saved = pack(tensor)
         if self.noting is not None:
             self.noting.note(tensor, saved)
-        return saved if self.around is None else pass_on(tensor, saved, self.around)
+        if self.around is None:
+            return saved
+        with hooks_of_others():
+            return pass_on(tensor, saved, self.around)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         traits = traits_of(func)
-        if activity.recomputing or activity.offloading:
-            return func(*args, **kwargs)  # replays and copies for offload are our own operators, not the block's
+        if activity.recomputing or activity.offloading or activity.passing:
+            return func(*args, **kwargs)  # replays, copies for offload and hooks of others are none of the block's
         if traits.is_view:
             return func(*args, **kwargs)  # it only changes geometry
         is_watched = dispatch_is_watched()  # by modes other than this one, which ask what runs
