@@ -230,6 +230,33 @@ def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_predictio
     assert not {name: (found[0], len(found)) for name, found in others.items()}
 
 
+def _batch_norm(x, weight):
+    return F.batch_norm(x, None, None, weight, training=True)
+
+
+def _masked(x, weight):
+    return x.masked_scatter(torch.arange(x.numel()).view(x.shape) % 3 == 0, x * 2)
+
+
+def _bag(x, weight):
+    rows = torch.arange(16) % 8
+    return F.embedding_bag(rows, weight.expand(8, 16).contiguous(), torch.arange(0, 16, 2), None, mode="sum",
+                           per_sample_weights=x.flatten()[:16])  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [_batch_norm, _masked, _bag])
+@pytest.mark.parametrize("shape", [(8, 16), (4, 16, 6), (2, 16, 4, 4)], ids=str)
+def test_backward_of_a_contiguous_gradient_takes_what_is_predicted(function, shape):
+    # A gradient of a sum, which PyTorch's own samples have, is expanded, and some operators take less for it.
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True)
+    mode = Compared()
+    found = function(x, weight)
+    with mode:
+        found.backward(torch.randn(found.shape))
+    assert mode.seen
+    assert not mode.others
+
+
 @pytest.mark.parametrize("norm", [1e-3, 1.0, 20.0])
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_exponential_of_a_matrix_of_any_norm_is_within_the_estimate(count, norm):
