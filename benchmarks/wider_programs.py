@@ -15,11 +15,13 @@ Prints each program that breaks one of them, with its seed, and the counts.
 """
 
 import argparse
+import contextlib
 import copy
 import gc
 import importlib
 import random
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from environment import ROOT
 from random_programs import SHARES
@@ -40,7 +43,7 @@ from tightfit.optim.by_name import build_optimizer
 from tightfit.step import StepSettings, forward_backward, update
 
 SAMPLES = 8
-WRAPPED = 128  # bytes of numbers that Python wraps
+WRAPPED = 8  # bytes of a number that Python wraps as a tensor, which autograd may save (`x * 0.1`), and no mode sees
 PLANS: dict[str, dict[str, Any]] = {
     "exact": {"levers": "exact"},
     "rounding": {"levers": "rounding"},
@@ -91,19 +94,221 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gradients kept": {"keep_gradients": True},
     "bf16": {"precision": "bf16"},
 }
+
+
+Take = Callable[[nn.Module, Any], Tensor]  # a loss
+
+
+def _step(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    value = loss(model, batch)
+    value.backward()
+    return value
+
+
+def _evaluated_between(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    _step(model, batch, loss)
+    model.eval()
+    with torch.no_grad():
+        model(batch["x"])
+    _step(model, batch, loss)
+    model.train()
+    return _step(model, batch, loss)
+
+
+def _ragged(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    fewer = {name: value[:5] for name, value in batch.items()}
+    for each in (batch, fewer, fewer):
+        _step(model, each, loss)
+    return _step(model, batch, loss)
+
+
+def _frozen_later(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    weights = [p for block in list(model.blocks)[:2] for p in block.parameters() if p.requires_grad]
+    _step(model, batch, loss)
+    for weight in weights:
+        weight.requires_grad_(False)
+    for _ in range(2):
+        _step(model, batch, loss)
+    for weight in weights:
+        weight.requires_grad_(True)
+    return _step(model, batch, loss)
+
+
+def _double_later(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    _step(model, batch, loss)
+    model.zero_grad()
+    model.double()
+    wider = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    _step(model, wider, loss)
+    return _step(model, wider, loss)
+
+
+def _retained(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    value = loss(model, batch)
+    value.backward(retain_graph=True)
+    value.backward()
+    return _step(model, batch, loss)
+
+
+class Stopped(Exception):
+    """Raised amid a step."""
+
+
+def _stop(*_: Any) -> None:
+    raise Stopped
+
+
+def _interrupted(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    _step(model, batch, loss)
+    hook = model.blocks[1].out.register_forward_hook(_stop)
+    with contextlib.suppress(Stopped):
+        _step(model, batch, loss)
+    hook.remove()
+    _step(model, batch, loss)
+    return _step(model, batch, loss)
+
+
+def _interrupted_in_backward(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    _step(model, batch, loss)
+    hook = model.blocks[1].out.weight.register_hook(_stop)
+    with contextlib.suppress(Stopped):
+        _step(model, batch, loss)
+    hook.remove()
+    model.zero_grad()
+    _step(model, batch, loss)
+    return _step(model, batch, loss)
+
+
+def _updated(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        _step(model, batch, loss)
+        optimizer.step()
+    return _step(model, batch, loss)
+
+
+def _two_at_once(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    one, other = loss(model, batch), loss(model, batch)
+    other.backward()
+    one.backward()
+    return _step(model, batch, loss)
+
+
+def _asked(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for _ in range(2):
+        found = torch.autograd.grad(loss(model, batch), weights, allow_unused=True)
+        for weight, gradient in zip(weights, found, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad + gradient
+    return _step(model, batch, loss)
+
+
+def _in_a_thread(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    for _ in range(2):
+        value = loss(model, batch)
+        thread = threading.Thread(target=value.backward)
+        thread.start()
+        thread.join()
+    return _step(model, batch, loss)
+
+
+def _under_autocast(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    _step(model, batch, loss)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, batch)
+        value.backward()
+    return _step(model, batch, loss)
+
+
+def _copied(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    _step(model, batch, loss)
+    twin = copy.deepcopy(model)
+    _step(twin, batch, loss)
+    _step(model, batch, loss)
+    return loss(twin, batch).detach() + _step(model, batch, loss)
+
+
+def _dropped(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    loss(model, batch)
+    with torch.inference_mode():
+        model(batch["x"])
+    held = loss(model, batch)
+    _step(model, batch, loss)
+    del held
+    return _step(model, batch, loss)
+
+
+def _loaded(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    before = copy.deepcopy(model.state_dict())
+    _step(model, batch, loss)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    _step(model, batch, loss)
+    model.load_state_dict(before)
+    return _step(model, batch, loss)
+
+
+def _with_input_gradients(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    x = batch["x"].clone().requires_grad_()
+    _step(model, {**batch, "x": x}, loss)
+    _step(model, batch, loss)
+    _step(model, {**batch, "x": x}, loss)
+    return x.grad.sum()
+
+
+def _three(model: nn.Module, batch: Any, loss: Take) -> Tensor:
+    _step(model, batch, loss)
+    _step(model, batch, loss)
+    return _step(model, batch, loss)
+
+
+# What is done with the loss, one step after the other.
+SCHEDULES: dict[str, Callable[[nn.Module, Any, Take], Tensor]] = {
+    "three": _three,
+    "evaluated between": _evaluated_between,
+    "ragged": _ragged,
+    "frozen later": _frozen_later,
+    "double later": _double_later,
+    "retained": _retained,
+    "interrupted": _interrupted,
+    "interrupted in backward": _interrupted_in_backward,
+    "updated": _updated,
+    "two at once": _two_at_once,
+    "asked": _asked,
+    "in a thread": _in_a_thread,
+    "under autocast": _under_autocast,
+    "copied": _copied,
+    "dropped": _dropped,
+    "loaded": _loaded,
+    "with gradients of the input": _with_input_gradients,
+}
 OPTIMIZERS = ("sgd",) * 4 + ("adamw",)
 
 
 class Program:
     """A model, a batch, a loss and the settings of its step."""
 
-    def __init__(self, drawn: Any, seed: int, loss: str = "mean", settings: str = "plain", optimizer: str = "sgd"):
+    def __init__(
+        self,
+        drawn: Any,
+        seed: int,
+        loss: str = "mean",
+        settings: str = "plain",
+        optimizer: str = "sgd",
+        schedule: str = "three",
+    ):
         torch.manual_seed(seed)
         self.model: nn.Module = helpers().WiderNet(drawn)
         x = torch.randn(SAMPLES, helpers().POSITIONS, helpers().WIDE)
         self.batch = {"x": x, "kept": torch.arange(SAMPLES) % 3 != 1}
         self.loss, self.settings, self.optimizer = LOSSES[loss], SETTINGS[settings], optimizer
-        self.text = f"{drawn} | loss {loss}, {settings}, {optimizer}"
+        self.unseen = 0  # bytes of numbers that Python wraps, at most
+        self.schedule = SCHEDULES[schedule]
+        self.text = f"{drawn} | loss {loss}, {settings}, {optimizer}, {schedule}"
 
     @classmethod
     def of(cls, seed: int) -> "Program":
@@ -111,7 +316,8 @@ class Program:
         drawn = helpers().Drawn.of(draw)
         loss = draw.choice(list(LOSSES)) if draw.random() < 0.4 else "mean"
         settings = draw.choice(list(SETTINGS)) if draw.random() < 0.4 else "plain"
-        return cls(drawn, seed, loss, settings, draw.choice(OPTIMIZERS))
+        schedule = draw.choice(list(SCHEDULES)) if draw.random() < 0.7 else "three"
+        return cls(drawn, seed, loss, settings, draw.choice(OPTIMIZERS), schedule)
 
 
 def helpers() -> Any:
@@ -136,19 +342,34 @@ def by_hand(program: Program) -> Iterator[tuple[str, Callable[[nn.Module], Any]]
     yield "offloaded", lambda model: offload(model, pattern)
 
 
-def unequal(program: Program, outcomes: Counter[str]) -> Iterator[str]:
-    """Which levers by hand change a bit in three steps."""
+def unequal(program: Program, count: int, outcomes: Counter[str]) -> Iterator[str]:
+    """Which of `count` levers by hand change a bit over the steps of the program's schedule."""
     exactness = importlib.import_module("exactness")
     if program.settings.get("precision"):
         return
 
     def run(levers: Any) -> Any:
-        return exactness.run(copy.deepcopy(program.model), program.batch, program.loss, levers=levers, times=3)
+        def steps(model: nn.Module, batch: Any) -> Tensor:
+            return program.schedule(model, batch, program.loss)
 
-    plain = run(None)
-    for name, levers in by_hand(program):
+        model, batch = copy.deepcopy(program.model), copy.deepcopy(program.batch)
+        return exactness.run(model, batch, steps, levers=levers, backward=lambda value: None)
+
+    try:
+        plain = run(None)
+    except Exception as error:
+        outcomes["no schedule"] += 1
+        outcomes[f"no schedule: {str(error)[:100]}"] += 1
+        return
+    tried = list(by_hand(program))
+    for name, levers in random.Random(program.text).sample(tried, min(count, len(tried))):
         try:
-            told = exactness.differences(plain, run(levers))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                told = exactness.differences(plain, run(levers))
+            if told and any("may round differently" in str(warning.message) for warning in caught):
+                outcomes[f"{name}: said to round differently"] += 1
+                continue
         except TightfitError as error:
             outcomes[f"{name}: refused"] += 1
             outcomes[f"{name} refused: {type(error).__name__}: {str(error)[:300]}"] += 1
@@ -159,6 +380,16 @@ def unequal(program: Program, outcomes: Counter[str]) -> Iterator[str]:
         outcomes[f"{name}: bit-equal"] += not told
         if told:
             yield f"{name}: {told[:3]}"
+
+
+class Numbers(TorchDispatchMode):
+    """Counts operators that take a number of Python's."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += any(isinstance(each, int | float) for each in args[:2])
+        return func(*args, **(kwargs or {}))
 
 
 def measured(model: nn.Module, program: Program, parts: int = 1) -> int:
@@ -199,9 +430,9 @@ def planned(program: Program, name: str, share: float, peak: int, outcomes: Coun
             return
     with made.apply(model):
         taken = measured(copy.deepcopy(model), program, made.micro_batches)
-    if taken > made.budget_bytes + WRAPPED and not _depends(made):
+    if taken > made.budget_bytes + program.unseen and not _depends(made):
         yield f"{name}: {taken:,} taken of {made.budget_bytes:,} ({made.peak_bytes:,} predicted)"
-    elif abs(taken - made.peak_bytes) > WRAPPED and not _depends(made):
+    elif abs(taken - made.peak_bytes) > program.unseen and not _depends(made):
         yield f"{name}: {taken:,} taken, {made.peak_bytes:,} predicted ({taken - made.peak_bytes:+,})"
     else:
         outcomes[f"{name}: plans to the byte"] += 1
@@ -215,19 +446,22 @@ def faults(program: Program, names: list[str], share: float, outcomes: Counter[s
     """What of one program breaks a promise. `outcomes` counts what was shown."""
     step = {"loss": program.loss, "optimizer": program.optimizer}
     try:
+        with Numbers() as numbers:
+            program.loss(copy.deepcopy(program.model), program.batch)
+        program.unseen = 64 + WRAPPED * numbers.count
         real = measured(copy.deepcopy(program.model), program)
     except Exception as error:
         outcomes["no program"] += 1
         outcomes[f"no program: {str(error)[:120]}"] += 1
         return
     found = estimate(program.model, program.batch, **step, **program.settings)
-    if abs(found.peak_bytes - real) <= WRAPPED:
+    if abs(found.peak_bytes - real) <= program.unseen:
         outcomes["estimates to the byte"] += 1
     elif _depends(found):
         outcomes["estimates with an assumption"] += 1
     else:
         yield f"estimate {found.peak_bytes:,}, measured {real:,} ({real - found.peak_bytes:+,})"
-    yield from unequal(program, outcomes)
+    yield from unequal(program, 6 if len(names) != 1 else 2, outcomes)
     for name in names:
         try:
             yield from planned(program, name, share, found.peak_bytes, outcomes)
@@ -265,6 +499,8 @@ def swept() -> Iterator[tuple[str, Callable[[], Program]]]:
             yield f"{axis} {name}", lambda axis=axis, name=name: Program(blocks.Drawn(usual, **{axis: name}), 0)
     for name in LOSSES:
         yield f"loss {name}", lambda name=name: Program(blocks.Drawn(usual), 0, name)
+    for name in SCHEDULES:
+        yield f"schedule {name}", lambda name=name: Program(blocks.Drawn(usual), 0, schedule=name)
     for name in SETTINGS:
         yield f"settings {name}", lambda name=name: Program(blocks.Drawn(usual), 0, settings=name)
 
