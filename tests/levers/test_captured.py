@@ -342,3 +342,37 @@ def test_two_calls_under_autocast_before_one_backward_are_said_to_round_differen
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             loss(model, x).backward()  # said once
+
+
+class OwnCheckpoints(nn.Module):
+    """Reads one weight in two checkpoints of its own, each perhaps within another one."""
+
+    def __init__(self, is_nested: bool):
+        super().__init__()
+        self.weight, self.is_nested = nn.Parameter(torch.linspace(-1, 1, 64).view(8, 8)), is_nested
+
+    def forward(self, x):
+        def inner(x):
+            return (x @ self.weight).tanh()
+
+        def outer(x):
+            return checkpoint(inner, x, use_reentrant=True) * 0.7
+
+        for _ in range(2):
+            x = x + (checkpoint(outer, x, use_reentrant=False) if self.is_nested else outer(x))
+        return x
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_blocks_with_a_reentrant_checkpoint_of_their_own_run_uncaptured(is_nested):
+    # Whose backward adds to a weight's gradient by itself, where a program adds up those of the whole block first.
+    def model():
+        return Stack(*(OwnCheckpoints(is_nested) for _ in range(2)))
+
+    x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+    plain = run(model(), x, times=3)
+    x.grad = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_bit_equal(plain, run(model(), x, levers=levers(KEEP_ALL), times=3))
+    assert "use_reentrant=True" in uncaptured(caught)[0]

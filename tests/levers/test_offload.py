@@ -18,6 +18,7 @@ from tightfit.levers.offload import HostStore, OffloadSettings, offload
 from tightfit.levers.offload.store import OffloadFallback
 from tightfit.levers.recompute import OFFLOAD_ALL, recompute
 from tightfit.levers.recompute.lever import apply_policies
+from tightfit.levers.recompute.region import RecordedForward, forwards_on
 
 
 def loss(model, ids):
@@ -342,3 +343,36 @@ def test_a_block_that_writes_over_what_it_saved_is_recorded_each_time(monkeypatc
         for _ in range(3):
             block(x).sum().backward()
     assert len(paths) == 3
+
+
+class ByTurns(nn.Module):
+    """Saves other tensors in every other run, on inputs of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs = nn.Linear(64, 64), 0
+
+    def forward(self, x: torch.Tensor, held: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.runs += 1
+        x = self.linear(x).tanh() * held["scale"]
+        return x.exp().sin().cos() if self.runs % 2 else x.sigmoid()
+
+
+def test_a_block_that_saves_by_turns_is_recorded_each_time():
+    # A note of what one run saved does not fit the next one, and would hold what it has no place for.
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([ByTurns()]), torch.randn(64, 64)
+
+    def step() -> None:
+        y = x
+        for _ in range(4):
+            y = model[0](y, {"scale": x})
+        y.sum().backward()
+        model.zero_grad()
+
+    with offload(model, "*"):
+        step()
+        (forward,) = forwards_on(model)
+        assert isinstance(forward, RecordedForward)
+        assert forward.changing
+        assert not forward.saves

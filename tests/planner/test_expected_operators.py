@@ -13,7 +13,7 @@ from tightfit.levers.recompute import KEEP_ALL, Expected, OperatorKey, OtherOper
 from tightfit.levers.recompute.lever import apply_policies
 from tightfit.levers.recompute.region import forwards_on
 from tightfit.planner import plans
-from tiny import decoder, token_batch
+from tiny import allocator_peak, decoder, token_batch
 
 EXP = "aten.exp.default"
 SECOND_EXP = Policy(frozenset({OperatorKey(EXP, 1, "float32[2]")}))
@@ -158,3 +158,36 @@ def test_a_plan_of_the_format_before_names_operators_without_operands(tmp_path: 
         warnings.simplefilter("error")
         applied.backward(token_batch())
     assert {c.path for c in earlier.choices if c.kept} == {c.path for c in plan.choices if c.kept}
+
+
+class Joining(nn.Module):
+    """One block that runs three times, and joins what the runs before it left from the second one on."""
+
+    def __init__(self, is_first_shorter: bool) -> None:
+        super().__init__()
+        self.inner, self.is_first_shorter = nn.Linear(32, 32), is_first_shorter
+
+    def forward(self, x: torch.Tensor, past: list[torch.Tensor]) -> torch.Tensor:
+        if bool(past) == self.is_first_shorter:
+            x = torch.cat([x, x.sin()], -1).unflatten(-1, (2, 32)).sum(-2)
+        past.append(x)
+        return self.inner(x).tanh().exp().tanh() * x
+
+
+@pytest.mark.parametrize("is_first_shorter", [True, False])
+def test_a_block_whose_calls_run_other_operators_has_the_planned_peak(is_first_shorter):
+    torch.manual_seed(0)
+    model, batch = nn.ModuleList([Joining(is_first_shorter)]), {"x": torch.randn(64, 32)}
+
+    def loss(model, batch):
+        x, past = batch["x"], []
+        for _ in range(3):
+            x = model[0](x, past)
+        return x.square().mean()
+
+    plan = tightfit.plan(model, batch, "0.8x", loss=loss, optimizer="sgd", blocks="0")
+    with warnings.catch_warnings(), plan.apply(model):
+        warnings.simplefilter("error", OtherOperators)
+        taken = allocator_peak(model, batch, loss=loss, optimizer="sgd")
+    assert taken == pytest.approx(plan.peak_bytes, abs=64)
+    assert any(choice.kept for choice in plan.choices), "the plan names operators"

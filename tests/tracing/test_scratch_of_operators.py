@@ -228,3 +228,59 @@ def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_predictio
     assert len(mode.seen) > 4000
     others = {name: found for name, found in mode.others.items() if name.split(".")[1] not in BY_NUMBERS}
     assert not {name: (found[0], len(found)) for name, found in others.items()}
+
+
+def _batch_norm(x, weight):
+    return F.batch_norm(x, None, None, weight, training=True)
+
+
+def _masked(x, weight):
+    return x.masked_scatter(torch.arange(x.numel()).view(x.shape) % 3 == 0, x * 2)
+
+
+def _bag(x, weight):
+    rows = torch.arange(16) % 8
+    return F.embedding_bag(rows, weight.expand(8, 16).contiguous(), torch.arange(0, 16, 2), None, mode="sum",
+                           per_sample_weights=x.flatten()[:16])  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [_batch_norm, _masked, _bag])
+@pytest.mark.parametrize("shape", [(8, 16), (4, 16, 6), (2, 16, 4, 4)], ids=str)
+def test_backward_of_a_contiguous_gradient_takes_what_is_predicted(function, shape):
+    # A gradient of a sum, which PyTorch's own samples have, is expanded, and some operators take less for it.
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(16, requires_grad=True)
+    mode = Compared()
+    found = function(x, weight)
+    with mode:
+        found.backward(torch.randn(found.shape))
+    assert mode.seen
+    assert not mode.others
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1.0, 20.0])
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_exponential_of_a_matrix_of_any_norm_is_within_the_estimate(count, norm):
+    # Zeros, on which other operators run for their scratch memory, take 5 matrices of it, and large numbers 13.
+    model = nn.ParameterDict({"power": nn.Parameter(torch.full((count, 24, 24) if count > 1 else (24, 24), norm / 24))})
+
+    def loss(model, batch):
+        return torch.linalg.matrix_exp(model["power"]).mean() * batch["x"].mean()
+
+    batch = {"x": torch.ones(4)}
+    found = estimate(model, batch, loss=loss, optimizer="sgd")
+    measured = allocator_peak(model, batch, loss=loss, optimizer="sgd")
+    assert any("norm of the matrix" in assumption for assumption in found.assumptions) == (count == 1)
+    if count == 1 and norm < 20:
+        assert found.peak_bytes > measured
+    else:
+        assert found.peak_bytes == pytest.approx(measured, abs=UNSEEN)
+
+
+def test_the_step_of_an_orthogonal_layer_is_within_the_estimate():
+    model = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
+    batch = {"x": torch.randn(4, 16)}
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    assert allocator_peak(model, batch, loss=loss) <= estimate(model, batch, loss=loss).peak_bytes

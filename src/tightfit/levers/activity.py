@@ -19,6 +19,7 @@ class Activity(threading.local):
     recording: bool = False  # a lever records this operator, to recompute or offload its results
     recomputing: int = 0  # depth of running recomputations
     offloading: int = 0  # depth of copies to or from an offload store
+    passing: int = 0  # depth of saved-tensor hooks that others set around blocks
     captured: int = 0  # depth of running programs of captured blocks
     on_save: Callable[[Any], None] | None = None  # called with each tensor that autograd saves inside an observed block
     # Called with the path of a block that cannot be captured, and the reason.
@@ -69,7 +70,7 @@ class _Depth:
         setattr(activity, self._name, getattr(activity, self._name) - 1)
 
 
-_RECOMPUTATION, _OFFLOAD = _Depth("recomputing"), _Depth("offloading")
+_RECOMPUTATION, _OFFLOAD, _PASSING = _Depth("recomputing"), _Depth("offloading"), _Depth("passing")
 
 
 def recomputation() -> _Depth:
@@ -80,6 +81,11 @@ def recomputation() -> _Depth:
 def offload() -> _Depth:
     """A context whose operators copy values out of the allocator's memory, or back."""
     return _OFFLOAD
+
+
+def hooks_of_others() -> _Depth:
+    """A context whose operators are those of saved-tensor hooks around a block, and none of the block's."""
+    return _PASSING
 
 
 @contextmanager

@@ -142,20 +142,21 @@ _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa _upsample_bicubic2d_
 binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits clamp.Tensor dist exp2 histc
 index_reduce isin.Tensor_Tensor isinf kthvalue ldexp.Tensor linalg_eig linalg_inv_ex linalg_lstsq linalg_lu
 linalg_matrix_exp linalg_pinv.atol_rtol_tensor linalg_qr linalg_vector_norm multinomial mvlgamma
-native_dropout_backward renorm normal.Tensor_float roll rrelu_with_noise
+native_batch_norm_backward native_dropout_backward renorm normal.Tensor_float roll rrelu_with_noise
 soft_margin_loss soft_margin_loss_backward sort sort.stable upsample_bicubic2d upsample_bilinear2d
 upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_trilinear3d im2col _embedding_bag
 _embedding_bag_backward scatter_reduce.two scatter_reduce_.two
+_embedding_bag_per_sample_weights_backward batch_norm_backward masked_scatter_backward
 """
 _COPYING = """
 _batch_norm_with_update _native_batch_norm_legit native_batch_norm native_group_norm_backward
 _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _log_softmax_backward_data
-_embedding_bag_per_sample_weights_backward _softmax_backward_data _upsample_bilinear2d_aa_backward
+_softmax_backward_data _upsample_bilinear2d_aa_backward
 _upsample_nearest_exact1d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward avg_pool2d_backward
 avg_pool3d_backward channel_shuffle embedding_dense_backward fractional_max_pool2d_backward
 fractional_max_pool3d_backward gelu_backward grid_sampler_2d_backward index_select linalg_ldl_solve
-linalg_solve_triangular lu_unpack masked_scatter masked_scatter_backward max_pool2d_with_indices_backward
-max_pool3d_with_indices_backward mv native_batch_norm_backward native_layer_norm_backward pixel_shuffle pixel_unshuffle
+linalg_solve_triangular lu_unpack masked_scatter max_pool2d_with_indices_backward
+max_pool3d_with_indices_backward mv native_layer_norm_backward pixel_shuffle pixel_unshuffle
 reflection_pad1d_backward replication_pad1d_backward replication_pad2d_backward scatter.value scatter_add tril triu
 unfold_backward upsample_bicubic2d_backward upsample_bilinear2d_backward upsample_linear1d_backward
 upsample_nearest1d_backward upsample_nearest2d_backward upsample_trilinear3d_backward
@@ -167,6 +168,10 @@ def _overloads(names: str) -> frozenset[str]:
 
 
 MEASURED, COPYING = _CONVOLUTIONS | _overloads(_MEASURED), _overloads(_COPYING)
+# The exponential of one matrix takes 5 to 13 matrices, more of them the larger its norm is. Several matrices take those
+# of the largest degree whatever their numbers are (`mexp` in ATen/native/LinearAlgebra.cpp).
+BY_NORM = _overloads("linalg_matrix_exp")
+_LARGE = 9.0  # more than the norm from which on it takes the most, in every dtype
 PIVOTED = _overloads("linalg_ldl_solve lu_unpack")  # LAPACK counts rows from 1: a row 0 lies before the matrix
 LARGEST_RUN = 16 * 2**20  # bytes of operands and results; larger calls are extrapolated from two small batches
 LARGEST_WHOLE_RUN = 256 * 2**20  # the same of calls that cannot be made smaller
@@ -228,8 +233,11 @@ def _with_batch(call: Any, batch: int, size: int, tensors: int) -> Any:
 
 def _run(operator: Any, args: tuple, kwargs: dict[str, Any]) -> int | None:
     """The bytes that a call on zeros allocates beside its results, or on ones where zeros are refused, as probabilities
-    are, or would be written elsewhere (PyTorch 2.11 passes pivots on unchecked); None if it can run on neither.
+    are, or would be written elsewhere (PyTorch 2.11 passes pivots on unchecked); None if it can run on neither. Where
+    they depend on a norm, on large numbers.
     """
+    if str(operator) in BY_NORM:
+        return _run_on(partial(torch.full, fill_value=_LARGE), operator, args, kwargs)
     found = None if str(operator) in PIVOTED else _run_on(torch.zeros, operator, args, kwargs)
     return _run_on(torch.ones, operator, args, kwargs) if found is None else found
 
@@ -257,4 +265,4 @@ def _real(filled: Callable[..., torch.Tensor], each: Any) -> Any:
         return each
     places = 1 + sum((size - 1) * stride for size, stride in zip(each.shape, each.stride, strict=True))
     filled = torch.ones if each.dtype == torch.bool else filled  # a mask that is true everywhere, the worst case
-    return filled(places if each.numel else 0, dtype=each.dtype).as_strided(each.shape, each.stride)
+    return filled((places if each.numel else 0,), dtype=each.dtype).as_strided(each.shape, each.stride)

@@ -17,7 +17,7 @@ from tightfit.levers.activity import activity
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, chooses, tensors_among, written_arguments
 from tightfit.runtime.simulation import simulation
-from tightfit.tracing.cpu_temporaries import is_measured, measured_scratch
+from tightfit.tracing.cpu_temporaries import BY_NORM, is_measured, measured_scratch
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
@@ -231,6 +231,8 @@ class Recording(TorchDispatchMode):
             return self.workspace(name, shapes, outputs, call.constants)
         if key not in _measured:
             _measured[key] = measured_scratch(*call, outputs)
+        if name in BY_NORM and inputs[0].numel() == inputs[0].shape[-1] ** 2:
+            self.questions.note(f"the norm of the matrix given to {name}", "large", moves_peak=True)
         if (scratch := _measured[key]) is None:
             self.questions.note(f"the scratch memory of {name}", "none")
         return scratch or 0

@@ -116,7 +116,11 @@ class Joint:
 
 def demand_no_settings(graph: Any) -> None:
     """Raise `CompileError` for a block that sets what the recorder of operators does not follow."""
-    for node in graph.graph.nodes:
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # a checkpoint's is one
+    for node in (node for part in parts for node in part.graph.nodes):
+        if node.kwargs.get("use_reentrant"):
+            # Its own backward adds each gradient to a weight's by itself, and a program all of the block's at once.
+            raise CompileError("it calls torch.utils.checkpoint with use_reentrant=True")
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name.startswith(("set_", "_enter_inference_mode")):
             raise CompileError(f"it calls {name.removeprefix('_enter_')}")

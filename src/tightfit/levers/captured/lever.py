@@ -22,6 +22,7 @@ from tightfit.levers.handle import Applied
 from tightfit.levers.recompute.lever import install, matching_modules
 from tightfit.levers.recompute.policy import KEEP_ALL, Policy
 from tightfit.levers.recompute.region import FrugalForward, RecordedForward
+from tightfit.levers.recompute.saved import hooks_around
 from tightfit.memory.allocator import collector_off
 from tightfit.runtime.compilers import demand_compiler, device_of
 from tightfit.runtime.internals import (
@@ -225,6 +226,8 @@ class CapturedForward(FrugalForward):
             return self.stand_in(args, kwargs)
         if under_autocast and any(tensor.requires_grad and tensor.is_leaf for tensor in tensors_in((args, kwargs))):
             return self.stand_in(args, kwargs)  # autocast casts a leaf once for all of its readers
+        if hooks_around() is not None:
+            return self.stand_in(args, kwargs)  # a program saves no tensor that eager code would
         player = simulators.captured
         if player is None and dispatch_is_watched():
             player = observers()

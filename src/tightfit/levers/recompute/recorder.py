@@ -17,12 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import RecomputeError
-from tightfit.levers.activity import activity
+from tightfit.levers.activity import activity, hooks_of_others
 from tightfit.levers.recompute.expected import Ran
 from tightfit.levers.recompute.exposure import ExposureMode
 from tightfit.levers.recompute.generators import GeneratorState, draws, generator_of
 from tightfit.levers.recompute.policy import KEEP_ALL, Decision, OperatorKey, Policy, operands_of
-from tightfit.levers.recompute.saved import pack, unpack
+from tightfit.levers.recompute.saved import Hooks, hooks_around, pack, pass_on, unpack
 from tightfit.levers.recompute.saves import Noting
 from tightfit.levers.recompute.values import (
     Geometry,
@@ -71,6 +71,7 @@ class Recorder(TorchDispatchMode):
         self.sees_functions = sees_functions
         self.ran: list[Ran] | None = None  # a list: every operator is noted, to be compared with the plan's
         self.noting: Noting | None = None  # notes what becomes of saved tensors, for later runs
+        self.around: Hooks | None = None  # saved-tensor hooks of others
         self.observers = ExitStack()
 
     @classmethod
@@ -88,6 +89,7 @@ class Recorder(TorchDispatchMode):
         # These know the recorder. Only the stack holds them, and not for longer than the block: no cycle remains.
         if self.sees_functions:
             self.observers.enter_context(ExposureMode(self.region, self.show))
+        self.around = hooks_around()
         self.observers.enter_context(torch.autograd.graph.saved_tensors_hooks(self.save, unpack))
         self.observers.callback(self._close)
 
@@ -105,13 +107,16 @@ class Recorder(TorchDispatchMode):
         saved = pack(tensor)
         if self.noting is not None:
             self.noting.note(tensor, saved)
-        return saved
+        if self.around is None:
+            return saved
+        with hooks_of_others():
+            return pass_on(tensor, saved, self.around)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         traits = traits_of(func)
-        if activity.recomputing or activity.offloading:
-            return func(*args, **kwargs)  # replays and copies for offload are our own operators, not the block's
+        if activity.recomputing or activity.offloading or activity.passing:
+            return func(*args, **kwargs)  # replays, copies for offload and hooks of others are none of the block's
         if traits.is_view:
             return func(*args, **kwargs)  # it only changes geometry
         is_watched = dispatch_is_watched()  # by modes other than this one, which ask what runs

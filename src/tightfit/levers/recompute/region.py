@@ -17,7 +17,7 @@ from tightfit.levers.recompute.expected import Expected
 from tightfit.levers.recompute.exposure import TAKES_ANOTHER_PATH
 from tightfit.levers.recompute.policy import Policy
 from tightfit.levers.recompute.recorder import Recorder
-from tightfit.levers.recompute.saved import unpack
+from tightfit.levers.recompute.saved import hooks_around, unpack
 from tightfit.levers.recompute.saves import Again, Noting, Saves
 from tightfit.levers.recompute.values import (
     OffloadStore,
@@ -42,6 +42,7 @@ from tightfit.runtime.nested import tensors_in
 
 STREAMED = "streamed"
 _numbers = itertools.count()
+_MOST_MISFITS = 2  # of one kind of input, after which each run of it is recorded
 _MOST_NOTES = 256  # of one block: ragged batches have many shapes
 
 
@@ -146,10 +147,11 @@ class RecordedForward(FrugalForward):
         self.holds_output = holds_output
         self.expected = expected if policy.kept or policy.offloaded else None
         self.saves: dict[tuple, Saves] = {}  # where all is offloaded: by the kind of input
+        self.changing: dict[tuple, int] = {}  # by the kind of input: how often a run saved other tensors than noted
         self.sees_functions = not any(isinstance(part, TAKES_ANOTHER_PATH) for part in module.modules())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "saves": {}}  # a copy notes its own
+        return {**super().__getstate__(), "saves": {}, "changing": {}}  # a copy notes its own
 
     @property
     def reads_streamed(self) -> bool:
@@ -160,9 +162,14 @@ class RecordedForward(FrugalForward):
         if self.steps_aside:
             return self.original(*args, **kwargs)
         notes = (
-            self.policy.offloads_all and self.holds_output and activity.on_save is None and nothing_is_watched()
-        )  # in a segment, a block reads values that another one computes
+            self.policy.offloads_all
+            and self.holds_output  # in a segment, a block reads values that another one computes
+            and activity.on_save is None
+            and nothing_is_watched()
+            and hooks_around() is None
+        )
         kind = self._kind_of(args, kwargs) if notes else ()
+        notes = notes and self.changing.get(kind, 0) < _MOST_MISFITS
         saves = self.saves.get(kind) if notes else None
         if saves is not None and self.offload_store is not None:
             return self._offload_again(saves, self.offload_store, kind, args, kwargs)
@@ -189,13 +196,14 @@ class RecordedForward(FrugalForward):
 
     def _kind_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """A key that tells apart inputs for which different tensors are saved."""
-        shapes = [item.shape for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+        shapes = [tensor.shape for tensor in tensors_in((args, kwargs))]  # a cache in a dict grows
         return (self.module.training, *shapes)
 
     def _remember(self, kind: tuple, saves: Saves | None) -> None:
         """Let later runs on this kind of input do without the recorder."""
-        if len(self.saves) >= _MOST_NOTES:
+        if len(self.saves) + len(self.changing) >= _MOST_NOTES:
             self.saves.clear()
+            self.changing.clear()
         if saves is not None:
             self.saves[kind] = saves
 
@@ -212,11 +220,14 @@ class RecordedForward(FrugalForward):
                     enter((args, kwargs), scope, offload_store)
                 outputs = self.original(*args, **kwargs)
                 leave(outputs, held=True)
+            if not again.close():
+                self.saves.pop(kind, None)
+                # Or its runs would by turns be noted, and hold what the note does not fit.
+                self.changing[kind] = self.changing.get(kind, 0) + 1
         finally:
             scope.is_open = False
             offload_store.end()
-            if not again.close():
-                self.saves.pop(kind, None)
+            again.close()
         return outputs
 
     @contextmanager

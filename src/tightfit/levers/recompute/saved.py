@@ -1,6 +1,7 @@
 """The saved-tensor hooks of an observed block: autograd saves the tensor itself, or a promise to compute it again."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from tightfit.levers.recompute.values import (
     present,
     product_of,
 )
+from tightfit.runtime.internals import innermost_saved_tensor_hooks
 
 
 class Promise(NamedTuple):
@@ -29,6 +31,40 @@ class HeldTensor(NamedTuple):
 
     tensor: torch.Tensor
     version: int
+
+
+class Passed(NamedTuple):
+    """A saved tensor that goes through the hooks of a context around the block as well, as in the plain run.
+
+    Those hooks may change numbers: some save in fewer bits. `save` has run already where it is None. A promise goes
+    through it once its value is there.
+    """
+
+    saved: Any
+    save: Callable[[torch.Tensor], Any] | None
+    load: Callable[[Any], torch.Tensor]
+
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+# Checkpoints save nothing of what runs within: what a block in them keeps is ours.
+_WITHOUT_NUMBERS = ("torch.utils.checkpoint", "tightfit.")
+
+
+def hooks_around() -> Hooks | None:
+    """The saved-tensor hooks that other code set around the block that begins now, if the plain run calls them."""
+    hooks = innermost_saved_tensor_hooks()
+    if hooks is None:
+        return None
+    outer = getattr(getattr(hooks[0], "__self__", None), "around", None)  # a block around this one
+    if outer is not None:
+        return outer
+    return None if (getattr(hooks[0], "__module__", None) or "").startswith(_WITHOUT_NUMBERS) else hooks
+
+
+def pass_on(tensor: torch.Tensor, saved: Promise | HeldTensor, around: Hooks) -> Passed:
+    """A saved tensor of a block, for the hooks around it."""
+    save, load = around
+    return Passed(saved, save, load) if isinstance(saved, Promise) else Passed(save(tensor), None, load)
 
 
 def hold(tensor: torch.Tensor) -> HeldTensor:
@@ -50,8 +86,10 @@ def pack(tensor: torch.Tensor) -> Promise | HeldTensor:
     return Promise(product, Geometry.of(tensor))
 
 
-def unpack(saved: Promise | HeldTensor) -> torch.Tensor:
+def unpack(saved: Promise | HeldTensor | Passed) -> torch.Tensor:
     """Saved-tensor hook: return the tensor, computed again if necessary."""
+    if isinstance(saved, Passed):
+        return saved.load(saved.saved if saved.save is None else saved.save(unpack(saved.saved)))
     if isinstance(saved, HeldTensor):
         if saved.tensor._version != saved.version:
             raise modified_in_place(saved.tensor, saved.version)

@@ -55,16 +55,30 @@ def first_call(trace: StepTrace, path: str) -> list[int]:
     first, last = trace.repeated
     seen: set[OperatorKey] = set()
     calls: list[int] = []
+    begun: int | None = None
     for index in range(first, last):
         operator = trace.operators[index]
         if operator.region != path or operator.phase is not Phase.FORWARD:
             continue
-        key = key_of(operator)
-        if key in seen:
-            break  # the counts of occurrences start again: this is the block's second call
+        key, call = key_of(operator), _call_around(trace, operator.call, path)
+        # The block's second call, where counts of occurrences start again. It may begin with an operator that the first
+        # one did not run: a cache is joined only once there is one.
+        if key in seen or (begun is not None and call is not None and call != begun):
+            break
+        begun = call if begun is None else begun
         seen.add(key)
         calls.append(index)
     return calls
+
+
+def _call_around(trace: StepTrace, number: int, path: str) -> int | None:
+    """The outermost call of the module at `path` that contains a call, by index."""
+    found = None
+    while number != -1:
+        if trace.calls[number].path == path:
+            found = number
+        number = trace.calls[number].caller
+    return found
 
 
 def key_of(operator: OperatorRecord) -> OperatorKey:
