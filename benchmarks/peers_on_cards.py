@@ -1,7 +1,7 @@
-"""Memory of one training at equal work in every way that others offer, on cards that are not here, and our plans beside.
+"""Memory of one training at equal work in every way that others offer, on cards that are not here; our plans beside it.
 
-    PY=.venv-card/bin/python; $PY -m benchmarks.peers_on_cards --packages FOLDER [--cards rtx4090] [--only TEXT] \\
-        [--again]                       # FOLDER: of `pip install --no-deps --target FOLDER ...`, see PACKAGES
+    PY=.venv-card/bin/python; $PY -m benchmarks.peers_on_cards --packages FOLDER [--cards rtx4090] [--only TEXT ...] \\
+        [--without TEXT ...] [--again]                       # FOLDER: of `pip install --no-deps --target FOLDER ...`, see PACKAGES
     python -m benchmarks.peers_on_cards --page                # docs/benchmarks.md
 
 Each way runs three steps in a process of its own under `tightfit.run`: PyTorch's own allocator counts, no kernel runs.
@@ -272,10 +272,11 @@ def ours(card: str, kinds: list[str], budget: int) -> None:
         except CannotFit:
             if kind == kinds[-1]:
                 raise
+    step, plain = plan.planned, plan.plain
     said = {
         "kind": kind, "budget_bytes": plan.budget_bytes, "predicted_bytes": plan.peak_bytes,
-        "predicted_reserved_bytes": plan.planned.reserved_bytes, "micro_batches": plan.micro_batches,
-        "levers": [lever.name for lever in plan.levers], "seconds_of_plain": plan.step_seconds / plan.plain.step_seconds,
+        "predicted_reserved_bytes": step.reserved_bytes, "micro_batches": plan.micro_batches,
+        "levers": [lever.name for lever in plan.levers], "seconds_of_plain": step.step_seconds / plain.step_seconds,
     }  # fmt: skip
     print(json.dumps({"plan": said}), file=sys.stderr, flush=True)
     own = model("cuda" if plan.lever(Stream) is None else "cpu")
@@ -334,7 +335,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path)
     parser.add_argument("--cards", nargs="*", choices=CARDS, default=CARDS)
-    parser.add_argument("--only", default="", help="ways in whose names this occurs")
+    parser.add_argument("--only", nargs="*", default=[""], metavar="TEXT", help="ways in whose names this occurs")
+    parser.add_argument("--without", nargs="*", default=[], metavar="TEXT", help="or does not occur")
     parser.add_argument("--again", action="store_true", help="those that the output holds too")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--page", action="store_true")
@@ -359,7 +361,8 @@ def main() -> None:
     rows = {(row["card"], row["way"]): row for row in known}
     for card in given.cards:
         for name, case in cases(card, rows):
-            if given.only not in name or ((card, name) in rows and not given.again):
+            chosen = any(text in name for text in given.only) and not any(text in name for text in given.without)
+            if not chosen or ((card, name) in rows and not given.again):
                 continue
             # The environment of the whole file is the last run's, so a row has the date and the commit of its own.
             around = environment() | {"packages": versions(list(PACKAGES), given.packages)}
