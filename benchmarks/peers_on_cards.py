@@ -331,6 +331,13 @@ def measured(name: str, case: list[Any], card: str, packages: Path) -> dict[str,
     return row
 
 
+def content(around: Mapping[str, Any], rows: list[Any]) -> dict[str, Any]:
+    """The file of results: besides the rows, what there is to run."""
+    shape = {"what": "a model of SmolLM2-360M's shape", "size": SIZE, "length": LENGTH, **SHAPE}
+    names = {"cards": CARDS, "ways": list(OTHERS), "least": list(LEAST), "left_out": WITHOUT}
+    return {"environment": around, "shape": shape, **names, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path)
@@ -371,8 +378,7 @@ def main() -> None:
             print(
                 card, name, row["fits"], f"{row['peak_bytes']:,}", row.get("plan", ""), row.get("why", ""), flush=True
             )
-            text = json.dumps({"environment": around, "rows": list(rows.values())}, indent=1)
-            given.output.write_text(text + "\n", "utf-8")
+            given.output.write_text(json.dumps(content(around, list(rows.values())), indent=1) + "\n", "utf-8")
     return None
 
 
