@@ -40,7 +40,7 @@ SHAPE = {
 SIZE, LENGTH, PARTS = 8, 1024, 4
 PACKAGES = (
     "transformers", "accelerate", "trl", "bitsandbytes", "torchao", "triton", "liger-kernel", "cut-cross-entropy",
-    "deepspeed", "unsloth_zoo", "axolotl",
+    "deepspeed", "unsloth", "unsloth_zoo", "axolotl", "torchtitan",
 )  # fmt: skip
 # Our levers, the gentlest first, each with the optimizer of its plan.
 LEVERS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -136,8 +136,17 @@ def replaced_checkpoint(replace: Callable[[], None], **how: Any) -> None:
     loop(make, fused)
 
 
+def by_torchtitan(policy: str) -> nn.Module:
+    """Its own policies find the blocks under the name that transformers has for them too."""
+    import torchtitan.distributed.activation_checkpoint as found
+
+    own, kind = model(), getattr(found, policy)
+    kind(kind.Config()).apply(own.model)
+    return own
+
+
 def of_unsloth() -> None:
-    installed("unsloth_zoo")
+    installed("unsloth")
     from unsloth_zoo.gradient_checkpointing import patch_unsloth_smart_gradient_checkpointing
 
     patch_unsloth_smart_gradient_checkpointing(torch.bfloat16)
@@ -215,6 +224,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 WITHOUT = ("save_on_cpu", "DeepSpeed CPU Adam", *(f"torch.compile, activation_memory_budget {b}" for b in (0.75, 0.25)))
 OTHERS: dict[str, Callable[[], None]] = {
     **{name: partial(by_peer, peer) for name, peer in PEERS.items() if name not in WITHOUT},
+    "torchtitan FullAC": partial(loop, partial(by_torchtitan, "FullAC"), fused),
+    "torchtitan SelectiveAC": partial(loop, partial(by_torchtitan, "SelectiveAC"), fused),
     "save_on_cpu, pinned": partial(loop, model, fused, around=on_the_host),
     "cut-cross-entropy": partial(loop, model, fused, cut_cross_entropy),
     "bitsandbytes PagedAdamW8bit": partial(loop, model, paged),
