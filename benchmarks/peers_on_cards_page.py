@@ -41,7 +41,8 @@ plain's. Plans made with AdamW's fp32 states stand beside 8-bit, 4-bit and facto
         + rows("| of others | peak | of plain | our plan for it | predicted | measured | step |", beside)
         + (f"\nThe least that our levers reach on the {first}:\n\n" if least else "")
         + (rows("| | measured | of plain | levers | predicted | reserved, measured | step |", least) if least else "")
-        + "\nOn five cards, allocated bytes; where there is no room, what was asked for last, and in which phase:\n\n"
+        + "\nAllocated bytes on five cards. Where there is no room: what was asked for last, and in which phase. A cell "
+        "without a figure was not run, or has its reason below.\n\n"
         + rows(
             f"| | {' | '.join(record['cards'])} |",
             [
@@ -115,12 +116,7 @@ def empty(found: Sequence[Record]) -> str:
 
 
 def unrun(record: Record, found: Mapping[tuple[str, str], Record]) -> str:
-    """What has no row on a card, and what was left out of all."""
-    lines = []
-    for card in record["cards"]:
-        missing = [name for name in (*record["ways"], *record["least"]) if (card, name) not in found]
-        if missing:
-            lines.append(f"- {card}: {'; '.join(missing)}.")
-    if record["left_out"]:
-        lines.append(f"- everywhere: {'; '.join(record['left_out'])}.")
-    return "Not run:\n\n" + "\n".join(lines) + "\n" if lines else ""
+    """What has no row on any card, and what was left out from the start."""
+    names = [*record["ways"], *record["least"]]
+    missing = [name for name in names if not any((card, name) in found for card in record["cards"])]
+    return f"Not run on any card: {'; '.join((*missing, *record['left_out']))}.\n"
