@@ -41,8 +41,8 @@ plain's. Plans made with AdamW's fp32 states stand beside 8-bit, 4-bit and facto
         + rows("| of others | peak | of plain | our plan for it | predicted | measured | step |", beside)
         + (f"\nThe least that our levers reach on the {first}:\n\n" if least else "")
         + (rows("| | measured | of plain | levers | predicted | reserved, measured | step |", least) if least else "")
-        + "\nAllocated bytes on five cards. Where there is no room: what was asked for last, and in which phase. A cell "
-        "without a figure was not run, or has its reason below.\n\n"
+        + "\nAllocated bytes on five cards; where there is no room, what was asked for last and in which phase. A "
+        "cell without a figure was not run, or has its reason below.\n\n"
         + rows(
             f"| | {' | '.join(record['cards'])} |",
             [
