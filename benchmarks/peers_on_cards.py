@@ -313,8 +313,14 @@ def cases(card: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> Itera
     for name, kinds in LEAST.items():
         yield name, [card, kinds, 0]
     if card == WITH_PLANS:
-        for peak, name in apart({name: rows.get((card, name), {}) for name in OTHERS}):
-            yield f"at the peak of {name}", [card, list(LEVERS), peak]
+        for peak, name in reversed(list(apart({name: rows.get((card, name), {}) for name in OTHERS}))):
+            yield f"at the peak of {name}", [card, reaching(peak, card, rows), peak]
+
+
+def reaching(peak: int, card: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
+    """The levers to try for a peak: not those whose least peak is known to be above it."""
+    least = {kind: rows.get((card, f"least peak, {kind}"), {}).get("plan", {}) for kind in LEVERS}
+    return [kind for kind in LEVERS if least[kind].get("predicted_bytes", 0) <= peak] or list(LEVERS)
 
 
 def apart(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[int, str]]:

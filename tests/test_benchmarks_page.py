@@ -104,6 +104,14 @@ def test_peaks_that_are_near_each_other_share_a_plan_and_what_does_not_fit_has_n
     assert list(apart({**found, "g": {}})) == [(1000, "a"), (1030, "c")]
 
 
+def test_levers_that_cannot_reach_a_peak_are_not_tried_for_it(benchmark):
+    peers = benchmark("benchmarks.peers_on_cards")
+    rows = {("rtx4090", "least peak, exact"): planned_at(901, 900)}
+    assert peers.reaching(899, "rtx4090", rows) == [kind for kind in peers.LEVERS if kind != "exact"]
+    assert peers.reaching(900, "rtx4090", rows) == list(peers.LEVERS)
+    assert peers.reaching(899, "t4", rows) == list(peers.LEVERS), "another card's figure"
+
+
 def test_a_plan_stands_beside_the_peak_that_it_was_made_for(benchmark):
     page, gib = benchmark("peers_on_cards_page"), 2**30
     plans = [planned_at(4 * gib + 1024, 4 * gib - 5), planned_at(gib, gib, way="least peak, exact")]
