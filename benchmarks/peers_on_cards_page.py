@@ -30,7 +30,7 @@ Bytes that PyTorch's own allocator counted in three steps on null cards, which c
 a card, and nobody's results were compared. The step is {shape["what"]}: {shape["size"]} x {shape["length"]} tokens,
 fp32 weights, autocast in bf16, AdamW (`fused`) with fp32 states unless a way brings its own; transformers' model, no
 cache of keys and values, `max_grad_norm` 0 in HF Trainer. DeepSpeed's engine has bf16 weights and fp32 copies of them.
-`benchmarks/peers_on_cards.py` has each way as code.
+Importing Unsloth patches more of transformers than its checkpoint. `benchmarks/peers_on_cards.py` has each way as code.
 
 Beside each peak on the {first} is a plan of ours made for it, by the gentlest levers that reach it: `exact`, then
 `rounding`, then streamed weights. Peaks within 1% of each other share the plan for the lowest. "Step" is predicted, of
@@ -41,14 +41,15 @@ plain's. Plans made with AdamW's fp32 states stand beside 8-bit, 4-bit and facto
         + rows("| of others | peak | of plain | our plan for it | predicted | measured | step |", beside)
         + (f"\nThe least that our levers reach on the {first}:\n\n" if least else "")
         + (rows("| | measured | of plain | levers | predicted | reserved, measured | step |", least) if least else "")
-        + "\nAllocated bytes on five cards; where there is no room, what was asked for last and in which phase. A "
-        "cell without a figure was not run, or has its reason below.\n\n"
+        + "\nAllocated bytes of what was run on further cards, or has no room; then what was asked for last. A "
+        "cell without a figure was not run there, or has its reason below.\n\n"
         + rows(
             f"| | {' | '.join(record['cards'])} |",
             [
                 f"| {name} | {' | '.join(cell(found.get((card, name))) for card in record['cards'])} |"
                 for name in (*record["ways"], *record["least"])
-                if any((found.get((card, name)) or {}).get("fits") is not None for card in record["cards"])
+                if any(cell(found.get((card, name))) for card in record["cards"][1:])
+                or cell(found.get((first, name))).startswith("no")
             ],
         )
         + "\n"
