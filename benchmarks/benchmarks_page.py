@@ -14,6 +14,7 @@ from typing import Any
 
 from accuracy_page import RESULTS, ROOT, Record, gpu_page, rows, where
 from benchmark_targets import Found, is_ours, targets
+from peers_on_cards_page import on_null_cards
 from streamed_page import below_the_weights, beside_peers, on_small_cards
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -42,6 +43,7 @@ COMMANDS = {
     "gpu_offload": "python -m benchmarks.gpu.offload --output benchmarks/results/gpu_offload.json",
     "equal_memory": "python benchmarks/equal_memory.py --output benchmarks/results/equal_memory.json",
     "peers": "python benchmarks/peers.py --output benchmarks/results/peers.json",
+    "peers_on_cards": "python -m benchmarks.peers_on_cards --packages FOLDER",
     "estimators": "python benchmarks/estimators.py --output benchmarks/results/estimators.json",
     "ablation": "python benchmarks/ablation.py --output benchmarks/results/ablation.json",
     "captured": "python benchmarks/captured.py --output benchmarks/results/captured.json",
@@ -435,6 +437,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "gpu_equal_memory": gpu_page.equal_memory_on_a_card,
     "gpu_streamed": gpu_page.streamed_on_a_card,
     "peers": every_peer,
+    "peers_on_cards": on_null_cards,
     "estimators": estimators,
     "ablation": ablation,
     "captured": captured,

@@ -359,6 +359,20 @@ train(model, make(model))
 
 def measured(training: Training, packages: Path, card: str = CARD) -> dict[str, Any]:
     """What one training takes of the card, or why it did not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(LLAMA + training.script + "\n")
+        found, _, why = watched([str(script)], packages, card, STEPS)
+    row: dict[str, Any] = {
+        "training": training.name, "versions": versions(training.packages.split(), packages), "card": card,
+        "steps": len(found.steps), "exit_code": found.exit_code, "peak_bytes": found.peak_bytes,
+        "reserved_bytes": found.reserved_bytes, "host_peak_bytes": found.host_peak_bytes,
+    }  # fmt: skip
+    return row if found.steps else row | {"why": why}
+
+
+def watched(words: list[str], packages: Path, card: str, steps: int) -> tuple[Any, list[str], str]:
+    """Python with these words on a card: the record, the lines that it said, and its last error among them."""
     import tightfit
 
     outside = os.environ.get("PYTHONPATH", "")
@@ -366,25 +380,18 @@ def measured(training: Training, packages: Path, card: str = CARD) -> dict[str, 
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            script, log = Path(folder, "train.py"), Path(folder, "log")
-            script.write_text(LLAMA + training.script + "\n")
-            watched = ["sh", "-c", f'"$0" "$1" 2>"{log}"', sys.executable, str(script)]
-            found = tightfit.run(watched, device=card, steps=STEPS, timeout=PATIENCE, quiet=True)
+            log = Path(folder, "log")
+            command = ["sh", "-c", f'"$0" "$@" 2>"{log}"', sys.executable, *words]
+            found = tightfit.run(command, device=card, steps=steps, timeout=PATIENCE, quiet=True)
             said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     finally:
         os.environ["PYTHONPATH"] = outside
-    row: dict[str, Any] = {
-        "training": training.name, "versions": _versions(training.packages.split(), packages), "card": card,
-        "steps": len(found.steps), "exit_code": found.exit_code, "peak_bytes": found.peak_bytes,
-        "reserved_bytes": found.reserved_bytes, "host_peak_bytes": found.host_peak_bytes,
-    }  # fmt: skip
-    if not found.steps:
-        errors = [line for line in said if re.match(r"(\[rank0\]: )?[\w.]*(Error|Exception)\b", line)]
-        row["why"] = (errors or said or ["no word"])[-1].strip()[:200]
-    return row
+    errors = [line for line in said if re.match(r"(\[rank0\]: )?[\w.]*(Error|Exception|NotHere)\b", line)]
+    return found, said, (errors or said or ["no word"])[-1].strip()[:200]
 
 
-def _versions(names: list[str], folder: Path) -> dict[str, str]:
+def versions(names: list[str], folder: Path) -> dict[str, str]:
+    """The versions of distributions, in the folder or else in this interpreter."""
     there = {d.name.lower().replace("_", "-"): d.version for d in importlib.metadata.distributions(path=[str(folder)])}
     found = {}
     for name in names:

@@ -221,7 +221,8 @@ def with_linear_cross_entropy(model: nn.Module) -> None:
 def by_liger(model: nn.Module) -> None:
     if not torch.cuda.is_available():
         raise NotHere("its kernels are Triton's, which need a card")
-    patch = installed("liger_kernel").transformers
+    installed("liger_kernel")
+    patch = importlib.import_module("liger_kernel.transformers")
     patch._apply_liger_kernel_to_instance(model=model)
 
 

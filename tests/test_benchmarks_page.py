@@ -83,6 +83,64 @@ def test_peers_without_steps_have_peaks_and_no_times_and_those_that_do_not_run_t
     assert "steps were not timed" in text
 
 
+# Peers on null cards
+
+
+def on_card(way, peak, **more):
+    shared = {"card": "rtx4090", "ours": False, "fits": True, "peak_bytes": peak, "reserved_bytes": peak}
+    return {**shared, "way": way, **more}
+
+
+def planned_at(budget, peak, way="at the peak of b"):
+    plan = {"kind": "exact", "levers": ["recompute"], "micro_batches": 1, "seconds_of_plain": 1.25}
+    return on_card(way, peak, ours=True, plan={**plan, "budget_bytes": budget, "predicted_bytes": peak})
+
+
+def test_peaks_that_are_near_each_other_share_a_plan_and_what_does_not_fit_has_none(benchmark):
+    apart = benchmark("benchmarks.peers_on_cards").apart
+    found = {name: on_card(name, peak) for name, peak in (("c", 1030), ("a", 1000), ("b", 1009), ("d", 1040))}
+    found["e"] = on_card("e", 500) | {"fits": False}
+    found["f"] = on_card("f", 400) | {"fits": None}
+    assert list(apart({**found, "g": {}})) == [(1000, "a"), (1030, "c")]
+
+
+def test_levers_that_cannot_reach_a_peak_are_not_tried_for_it(benchmark):
+    peers = benchmark("benchmarks.peers_on_cards")
+    rows = {("rtx4090", "least peak, exact"): planned_at(901, 900)}
+    assert peers.reaching(899, "rtx4090", rows) == [kind for kind in peers.LEVERS if kind != "exact"]
+    assert peers.reaching(900, "rtx4090", rows) == list(peers.LEVERS)
+    assert peers.reaching(899, "t4", rows) == list(peers.LEVERS), "another card's figure"
+
+
+def test_a_plan_stands_beside_the_peak_that_it_was_made_for(benchmark):
+    page, gib = benchmark("peers_on_cards_page"), 2**30
+    plans = [planned_at(4 * gib + 1024, 4 * gib - 5), planned_at(gib, gib, way="least peak, exact")]
+    assert page.plan_for(4 * gib, plans) is plans[0]
+    assert page.plan_for(int(4.03 * gib), plans) is plans[0]
+    assert page.plan_for(int(4.05 * gib), plans) is None, "a plan for less by more than 1% is no plan for it"
+    assert page.plan_for(4 * gib - 1, plans) is None, "a plan for more may take more"
+
+
+def test_what_did_not_run_has_its_words_and_what_was_not_run_is_said(benchmark):
+    page, gib = benchmark("peers_on_cards_page"), 2**30
+    ways = ["plain", "b", "broken", "later"]
+    rows = [
+        on_card("plain", 8 * gib),
+        on_card("plain", gib, card="t4") | {"fits": False, "refused": {"bytes": gib, "phase": "forward"}, "why": ""},
+        on_card("b", 4 * gib),
+        on_card("broken", 0) | {"fits": None, "why": "ImportError: no kernel."},
+        planned_at(4 * gib + 1024, 4 * gib + 2048),
+    ]
+    names = {"cards": ["rtx4090", "t4"], "ways": ways, "least": ["least peak, exact"], "left_out": ["slow"]}
+    shape = {"what": "a model", "size": 1, "length": 2}
+    text = page.on_null_cards({"environment": {**WHERE, "packages": {"p": "1"}}, "shape": shape, **names, "rows": rows})
+    assert "| b | 4.00 GiB | 0.50x | exact: recompute | 4.00 GiB | 4.00 GiB (+0.000%) | 1.25x |" in text
+    assert "| plain | 8.00 GiB | no: 1.00 GiB more in forward |" in text
+    assert "1 of 1 plans took more than their budget" in text
+    assert "- broken: ImportError: no kernel (rtx4090)." in text
+    assert "Not run on any card: later; least peak, exact; slow." in text
+
+
 # Estimators
 
 
