@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tightfit
 from tightfit.errors import DeviceError
@@ -107,18 +107,31 @@ def test_a_plan_for_a_card_needs_no_compiler_of_this_machine(model, monkeypatch)
         tightfit.plan(model, token_batch(8, 256), "0.8x", levers=LEVERS)
 
 
+def with_a_cache(cls, config, **fields):
+    return cls(config(vocab_size=500, use_cache=True, **fields)).train()
+
+
 @pytest.mark.slow  # compiles for a CPU too
 @pytest.mark.parametrize("device", ["cpu", "rtx3060"])
 def test_blocks_that_return_a_cache_leave_it_as_eager_code_lies(device):
     """An empty cache and new keys make new keys, which the compiler copies as they lie; `cat` lays them out anew."""
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=500, use_cache=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).train()
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = with_a_cache(LlamaForCausalLM, LlamaConfig, num_hidden_layers=2, **sizes)
     ids = torch.randint(1, 500, (4, 64))
     how = {"device": device, "precision": "bf16"}
     plain = tightfit.estimate(model, {"input_ids": ids, "labels": ids}, **how)
     with tightfit.capture(model, "model.layers.*", policy=RECOMPUTE_ALL, compiled=True):
         compiled = tightfit.estimate(model, {"input_ids": ids, "labels": ids}, **how)
     assert 0 < compiled.peak_bytes < plain.peak_bytes
+
+
+@pytest.mark.slow  # writes several sets of code
+def test_a_plan_does_not_count_what_recording_holds():
+    """A cache, in the cycle that dynamo's record of a call is."""
+    model = with_a_cache(GPT2LMHeadModel, GPT2Config, n_embd=64, n_layer=3, n_head=4, n_positions=256)
+    ids = torch.randint(1, 500, (4, 256))
+    batch = {"input_ids": ids, "labels": ids}
+    plan = tightfit.plan(model, batch, "0.7x", levers=LEVERS, device="rtx4090")
+    assert plan.lever(CompiledBlocks)
+    with plan.apply(model):
+        assert tightfit.estimate(model, batch, device="rtx4090").peak_bytes == plan.peak_bytes

@@ -296,7 +296,7 @@ class CapturedForward(FrugalForward):
         finally:
             _pending.forward, _pending.shapes, _pending.settled, _pending.recorded = outer
             if self.captures != captures:
-                gc.collect(0)
+                gc.collect(2 if self.fused else 0)  # while code is written for it, that record grows old
 
     def note_open_call(self, outputs: Any) -> None:
         """Warn if an earlier call under autocast waits for its backward, which may be that of this one too."""

@@ -1,6 +1,7 @@
 """Inductor's code for a card that is not here: Python around Triton's kernels, written without a driver or Triton."""
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -88,6 +89,8 @@ def inductor_on(properties: Any) -> Iterator[None]:
         for owner, name, answer in answers:
             stack.enter_context(replaced(owner, name, _in_this_thread(getattr(owner, name), answer)))
         stack.enter_context(replaced(torch.Tensor, "copy_", _copied_without_switch))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of what that card could do besides, such as TF32
         yield
 
 
