@@ -12,7 +12,7 @@ from tightfit.levers.captured import capture_paths, fused
 from tightfit.levers.captured.fused import Fused
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, OperatorKey, Policy
 from tightfit.runtime.forked import processes_for
-from tightfit.runtime.internals import compiler
+from tightfit.runtime.internals import inductor
 from tiny import VOCABULARY, decoder, token_batch
 
 pytestmark = [
@@ -75,7 +75,7 @@ def test_without_the_text_of_kernels_the_code_around_them_is_the_same(make, prog
     for program in programs.values():
         short = program.write(threads=2)
         with monkeypatch.context() as patch:
-            patch.setattr(compiler, "kernels_without_text", nullcontext)
+            patch.setattr(inductor, "kernels_without_text", nullcontext)
             whole = program.write(threads=2)
         assert around_kernels(short) == around_kernels(whole)
         assert "for(int64_t" in whole
