@@ -1,11 +1,12 @@
 """What a user gives to a public function is what the planner is asked, argument by argument."""
 
 import inspect
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 import tightfit
+from tightfit.devices.present import lookup
 from tightfit.errors import BudgetError, InputError, LeverError
 from tightfit.planner.api import estimate_asked
 from tightfit.planner.request import Request
@@ -96,7 +97,8 @@ def test_only_a_plan_chooses_the_micro_batches():
 
 
 def test_a_lever_that_the_device_refuses_is_no_matter_to_an_estimate():
-    asked = Request.of(decoder(num_layers=1), token_batch(), device="rtx4090", levers=["compile"])
-    with pytest.raises(LeverError, match="compile is not available"):
+    device = replace(lookup("rtx4090"), captured_seconds=None)  # of a calibration before captured blocks
+    asked = Request.of(decoder(num_layers=1), token_batch(), device=device, levers=["capture"])
+    with pytest.raises(LeverError, match="capture is not available"):
         asked.checked()
-    assert estimate_asked(asked) == tightfit.estimate(asked.model, asked.batch, device="rtx4090")
+    assert estimate_asked(asked) == tightfit.estimate(asked.model, asked.batch, device=device)
