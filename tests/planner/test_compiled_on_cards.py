@@ -27,7 +27,7 @@ LEVERS = ["recompute", "compile"]
 
 @pytest.fixture
 def model():
-    return decoder(num_layers=2, hidden_size=64, vocab_size=2000)
+    return decoder(num_layers=2, hidden_size=64, vocab_size=500)
 
 
 def trace_of(model, batch, policy, compiled):

@@ -60,7 +60,8 @@ class CompiledRunner:
             with self.dry.modules.paused(), no_modes(), many_compilations():
                 return forward(module, *args, **kwargs)
         except (exc.TorchDynamoException, InductorError) as error:
-            reason = str(error).strip().splitlines()[0]
+            inner = getattr(error, "inner_exception", error)  # dynamo's own begins with the name of the backend
+            reason = next(iter(str(inner).strip().splitlines()), type(inner).__name__)
             traceback.clear_frames(error.__traceback__)  # the frames hold the block's input, and would count as memory
         where = self.dry.modules.current or type(module).__name__
         raise CompileError(f"{where} cannot be compiled as a whole: {reason}")
