@@ -36,6 +36,7 @@ def trace_of(model, batch, policy, compiled):
         return trace_step(model, parts, model_loss, settings=StepSettings("bf16"), role=CudaRole((8, 9), 128))
 
 
+@pytest.mark.slow  # writes code
 @pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL])
 def test_blocks_launch_the_kernels_that_the_compiler_writes_for_the_card(model, policy):
     of_operators, fused = (trace_of(model, token_batch(4, 256), policy, each) for each in (False, True))
@@ -46,6 +47,7 @@ def test_blocks_launch_the_kernels_that_the_compiler_writes_for_the_card(model, 
     assert fused.peak_bytes <= of_operators.peak_bytes
 
 
+@pytest.mark.slow  # writes code
 def test_what_stands_in_for_a_card_is_gone_afterwards(model):
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.runtime.hints import DeviceProperties
