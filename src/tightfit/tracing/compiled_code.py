@@ -60,8 +60,8 @@ class CompiledRunner:
             with self.dry.modules.paused(), no_modes(), many_compilations():
                 return forward(module, *args, **kwargs)
         except (exc.TorchDynamoException, InductorError) as error:
-            inner = getattr(error, "inner_exception", error)  # dynamo's own begins with the name of the backend
-            reason = next(iter(str(inner).strip().splitlines()), type(inner).__name__)
+            # Dynamo's own text begins with the name of the backend. A name here would hold the block's input.
+            reason = next(iter(str(getattr(error, "inner_exception", error)).strip().splitlines()), "no reason is said")
             traceback.clear_frames(error.__traceback__)  # the frames hold the block's input, and would count as memory
         where = self.dry.modules.current or type(module).__name__
         raise CompileError(f"{where} cannot be compiled as a whole: {reason}")
