@@ -50,6 +50,17 @@ def no_collector_within_a_cards_work():
 
 
 @pytest.fixture
+def nothing_cached():
+    """For a test that counts what its own steps take."""
+    from tightfit.runtime.internals import clear_cublas_workspaces
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    clear_cublas_workspaces()  # other files count on taking their own
+
+
+@pytest.fixture
 def null_card():
     """For a test whose subject is the null card itself."""
     if NULL_CARD is None:

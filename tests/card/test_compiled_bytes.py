@@ -22,15 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within PyTorch's compiler and Triton
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of what a card could do besides
     pytest.mark.keeps("compiled-blocks-on-a-card"),
+    pytest.mark.usefixtures("nothing_cached"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_cached():
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    clear_cublas_workspaces()  # other files count on taking their own
 
 
 def measured(levers_on, build, batch, precision, kind=CapturedForward):

@@ -20,15 +20,8 @@ from tightfit.tracing.build import build_dry
 from tightfit.tracing.cuda.allocator import CachingAllocator
 from tiny import decoder, token_batch
 
+pytestmark = pytest.mark.usefixtures("nothing_cached")
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def nothing_cached():
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    clear_cublas_workspaces()  # other files count on taking their own
 
 
 def left_by_others(logits: int) -> None:

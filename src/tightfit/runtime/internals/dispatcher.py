@@ -240,6 +240,8 @@ def _with_kernel(key: str, known: int) -> list[str]:
 def kernels_replaced(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> Iterator[None]:
     """A context in which operators have these kernels: name (`"aten::pow.Scalar"`), dispatch key, function."""
     libraries: dict[str, torch.library.Library] = {}
+    kernels = list(kernels)
+    _forget_dispatch(kernels)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")  # replacing is intended
@@ -252,6 +254,19 @@ def kernels_replaced(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> 
     finally:
         for library in libraries.values():
             library._destroy()
+        _forget_dispatch(kernels)
+
+
+def _forget_dispatch(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
+    """Let PyTorch's Python dispatcher look these operators up again: it keeps which key of theirs has a kernel.
+
+    A composite operator with a kernel for one device is none for autograd. Compiled code that was recorded afterwards
+    would have no gradient for it.
+    """
+    for qualified, _, _ in kernels:
+        namespace, _, name = qualified.partition("::")
+        base, _, overload = name.partition(".")
+        getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")._dispatch_cache.clear()
 
 
 def processor_has_amx() -> bool:

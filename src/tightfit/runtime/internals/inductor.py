@@ -89,7 +89,7 @@ def _written_only(build: Callable[[str], Any]) -> Iterator[None]:
         # To find out what vectors this machine has, inductor would compile small programs: a second of a first plan.
         stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
         stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", lambda self, code: build(code.value)))
-        # Partitions are for CUDA graphs. Around the kernels of a CPU they change no line.
+        # Partitions are for CUDA graphs. Without these they change no line around kernels.
         stack.enter_context(config.patch({"cpp.simdlen": 1, "graph_partition": False}))
         stack.enter_context(kernels_without_text())
         yield
