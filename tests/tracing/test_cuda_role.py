@@ -440,6 +440,20 @@ def test_operators_of_other_libraries_are_cast_if_autocast_casts_them_on_cards(o
         assert operator(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["went", "came"])
+def test_a_library_is_not_taken_for_one_that_went(name):
+    x, library = torch.ones(2), torch.library.Library(f"tightfit_{name}", "FRAGMENT")  # as many operators as before
+    library.define("once(Tensor x) -> Tensor")
+    library.impl("once", torch.square, "CPU")
+    operator = getattr(torch.ops, f"tightfit_{name}").once
+    library.impl("once", _cast(operator), "AutocastCPU")
+    try:
+        with torch.autocast("cpu", torch.bfloat16), A100.simulated():
+            assert operator(x).dtype == torch.float32
+    finally:
+        library._destroy()
+
+
 def test_steps_behind_an_emptied_cache_reserve_less_where_states_split_what_activations_left():
     model, parts = tiny.decoder(num_layers=2, hidden_size=256, vocab_size=2000), [Part(tiny.token_batch(16, 256), 1.0)]
     role = CudaRole((8, 9), 128)

@@ -214,8 +214,7 @@ def is_custom_operator(operator: str) -> bool:
 
 def operators_with_kernel(key: str) -> list[str]:
     """The names of the operators with their own kernel for a dispatch key."""
-    names = torch._C._dispatch_get_all_op_names()
-    return _with_kernel(key, len(names))
+    return _with_kernel(key, tuple(torch._C._dispatch_get_all_op_names()))
 
 
 def run_composite(operator: Any, args: tuple, kwargs: dict) -> Any:
@@ -230,10 +229,10 @@ def run_composite(operator: Any, args: tuple, kwargs: dict) -> Any:
     return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
-@functools.cache
-def _with_kernel(key: str, known: int) -> list[str]:
-    """The names, cached by the number of `known` operators, which rises when a library is loaded."""
-    return [name for name in torch._C._dispatch_get_all_op_names() if has_kernel(name, key)]
+@functools.lru_cache(maxsize=4)
+def _with_kernel(key: str, names: tuple[str, ...]) -> list[str]:
+    """Those of all operators' `names`, which change when a library is loaded or goes."""
+    return [name for name in names if has_kernel(name, key)]
 
 
 @contextmanager
@@ -266,7 +265,13 @@ def _forget_dispatch(kernels: Iterable[tuple[str, str, Callable[..., Any]]]) -> 
     for qualified, _, _ in kernels:
         namespace, _, name = qualified.partition("::")
         base, _, overload = name.partition(".")
-        getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")._dispatch_cache.clear()
+        found: Any = torch.ops
+        for part in (namespace, base, overload or "default"):
+            found = vars(found).get(part)  # an attribute would be made, and fails where none is defined
+            if found is None:
+                break
+        else:
+            found._dispatch_cache.clear()
 
 
 def processor_has_amx() -> bool:
