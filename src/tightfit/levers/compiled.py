@@ -89,11 +89,12 @@ class CompiledForward(FrugalForward):
         if self.steps_aside:
             return self.original(*args, **kwargs)
         if simulators.compiled is not None:
-            return self.written(simulators.compiled, args, kwargs)
+            with self.moving_no_state():
+                return self.written(simulators.compiled, args, kwargs)
         if dispatch_is_watched():
             # dynamo leaves code alone under a dispatch mode. The mode would see eager operators or none at all.
             return self.original(*args, **kwargs)
-        with many_compilations():
+        with self.moving_no_state(), many_compilations():
             return compiled_forward(type(self.module), self.keep, self.whole)(self.module, *args, **kwargs)
 
     def written(self, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

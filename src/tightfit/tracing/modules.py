@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tightfit.levers.activity import activity
-from tightfit.runtime.internals import current_node, newest_sequence_number
+from tightfit.runtime.internals import checkpoint_is_around, current_node, newest_sequence_number
 from tightfit.runtime.module_paths import named_modules
 from tightfit.tracing.record import ModuleCall, Phase
 
@@ -61,7 +61,7 @@ class ModuleTracker:
         self.stack.append(path)
         caller = self.open_calls[-1] if self.open_calls else -1
         self.open_calls.append(len(self.calls))
-        self.calls.append(ModuleCall(path, caller, self.clock(), self.clock()))
+        self.calls.append(ModuleCall(path, caller, self.clock(), self.clock(), checkpoint_is_around()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()

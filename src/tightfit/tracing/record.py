@@ -36,13 +36,14 @@ class Category(enum.StrEnum):
 
 class ModuleCall(NamedTuple):
     """One forward of a module: its path, the index of the call from which it was called (-1 for none), and its range of
-    operators, half open.
+    operators, half open. `is_checkpointed` says that a checkpoint of the model's own will run it again.
     """
 
     path: str
     caller: int
     start: int
     end: int
+    is_checkpointed: bool = False
 
 
 # Named tuples: a trace makes tens of thousands of these, and a frozen dataclass sets each field by a call.

@@ -239,7 +239,7 @@ class CapturedForward(FrugalForward):
             reason = f"their inputs have more than {MOST_SHAPES} shapes, of which the first {MOST_SHAPES} are captured"
             self.group.tell(self.path, kind, reason)
             return self.stand_in(args, kwargs)
-        with nullcontext() if player is None else simulated_by(player):
+        with self.moving_no_state(), nullcontext() if player is None else simulated_by(player):
             reason, outputs = self.attempt(args, kwargs, settled=not self.captures)
             if reason == ServesOthers.__name__:
                 self.shares_graphs = False

@@ -31,6 +31,7 @@ from tightfit.levers.recompute.values import (
     set_product,
 )
 from tightfit.runtime.internals import (
+    checkpoint_is_around,
     dual_numbers_are_active,
     nothing_is_watched,
     transforms_are_active,
@@ -110,11 +111,36 @@ class FrugalForward:
         else:
             module.__dict__["forward"] = self.previous
 
+    @contextmanager
+    def moving_no_state(self) -> Iterator[None]:
+        """A context for a run of the block. Raises `RecomputeError` if a checkpoint around it would move its buffers.
+
+        That checkpoint runs code again as far as a tensor that it saved. The block saves others than the plain run.
+        """
+        if not checkpoint_is_around():
+            yield
+            return
+        before = _buffers_of(self.module)
+        yield
+        after = _buffers_of(self.module)
+        moved = [name for name in before if after.get(name) != before[name]]
+        if moved:
+            raise RecomputeError(
+                f"{self.path}: it writes its buffer {moved[0]} and lies within a checkpoint of the model's own, which "
+                "writes it again in backward, depending on what the block saves: take that checkpoint away, or leave "
+                "this block out"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_module": self.module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _module=weakref.ref(state["_module"]))
+
+
+def _buffers_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """For each buffer of a module, which tensor it is and how often it was written."""
+    return {n: (id(b), 0 if b.is_inference() else b._version) for n, b in module.named_buffers()}
 
 
 def forwards_on(model: nn.Module) -> list[FrugalForward]:
@@ -176,7 +202,7 @@ class RecordedForward(FrugalForward):
         recorder = Recorder(
             self.path, self.policy, offload_store=self.offload_store, sees_functions=self.sees_functions
         )
-        with recorder.observers, self._named():
+        with self.moving_no_state(), recorder.observers, self._named():
             recorder.start()
             if self.expected is not None:
                 recorder.ran = []

@@ -85,7 +85,29 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
     if [part.path for part in blocks] in ([], [""]) and (inside := _run_in_backward(model, trace)):
         return inside
     least = WORTH_IT * max((part.kept_bytes for part in blocks), default=0)
-    return list(dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least))
+    moved_twice = _moved_twice(trace)
+    return [
+        path
+        for path in dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least)
+        if not any(f"{module}.".startswith(f"{path}." if path else "") for module in moved_twice)
+    ]
+
+
+def _moved_twice(trace: StepTrace) -> set[str]:
+    """The modules in checkpoints of the model's own whose state moves in forward and again in backward.
+
+    How far such a checkpoint runs again depends on what the blocks in it save, so levers on them would move other
+    state than the plain run.
+    """
+    checkpointed = {call.path for call in trace.calls if call.is_checkpointed}
+    again = [o for o in trace.operators if o.phase is Phase.RECOMPUTE and o.module in checkpointed]
+    return {operator.module for operator in again if any(_is_state(trace, value) for value in operator.makes)}
+
+
+def _is_state(trace: StepTrace, value: int) -> bool:
+    """True if a value lies in memory that the step found, that its forward allocated, or that outlives the step."""
+    storage = trace.storages[trace.values[value].storage]
+    return storage.operator is None or storage.died is None or trace.operators[storage.operator].phase is Phase.FORWARD
 
 
 def _run_in_backward(model: nn.Module, trace: StepTrace) -> list[str]:

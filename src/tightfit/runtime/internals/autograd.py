@@ -30,6 +30,12 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any]
     return _autograd._top_saved_tensors_default_hooks(False)
 
 
+def checkpoint_is_around() -> bool:
+    """True if what runs now is a forward that PyTorch's checkpoint will run again (not the reentrant one's)."""
+    hooks = innermost_saved_tensor_hooks()
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call `call` when the running backward has ended. Only inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
