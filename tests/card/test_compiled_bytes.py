@@ -1,12 +1,17 @@
 """Compiled blocks take the predicted bytes on a card, whose code a dry run writes without Triton and without a card."""
 
 import copy
+import functools
 import gc
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 from three_steps import peak_of_the_third
+from torch import nn
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tightfit.levers.captured import CapturedForward
@@ -101,3 +106,70 @@ def test_a_plan_that_compiles_takes_its_peak(precision, budget):
     plan = tightfit.plan(build_dry(build), batch, budget, levers=levers, precision=precision, device="cuda")
     assert plan.lever(CompiledBlocks).paths == tuple(f"layers.{n}" for n in range(4))
     assert measured(plan.apply, build, batch, precision) == plan.peak_bytes <= plan.budget_bytes
+
+
+# FlexAttention that a model calls under `torch.compile`
+
+
+class Flexible(nn.Module):
+    """Attention with a residual sum, and what its variant does besides."""
+
+    def __init__(self, variant):
+        super().__init__()
+        self.variant, self.heads = variant, (4, 2 if variant == "grouped" else 4, 2 if variant == "grouped" else 4)
+        self.qkv, self.out = nn.Linear(256, 64 * sum(self.heads)), nn.Linear(256, 256)
+
+    def forward(self, x, mask):
+        parts = self.qkv(x).split([64 * heads for heads in self.heads], -1)
+        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in parts)
+        if self.variant == "contiguous":
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        aux = AuxRequest(lse=True) if self.variant == "sums" else None
+        y = compiled_flex()(q, k, v, block_mask=mask, enable_gqa=True, return_aux=aux)
+        if aux is not None:
+            y = y[0] * y[1].lse.sigmoid()[..., None].to(y[0].dtype)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Attending(nn.Module):
+    def __init__(self, variant):
+        super().__init__()
+        self.variant, self.head = variant, nn.Linear(256, 8)
+        self.layers = nn.ModuleList(Flexible(variant) for _ in range(3))
+
+    def forward(self, x):
+        length = x.shape[1]
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=x.device)
+        for layer in self.layers:
+            x = checkpoint(layer, x, mask, use_reentrant=False) if self.variant == "checkpoints" else layer(x, mask)
+        return SimpleNamespace(loss=self.head(x).square().mean())
+
+
+@functools.cache
+def compiled_flex():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@pytest.mark.parametrize(
+    ("variant", "precision"),
+    [
+        ("transposed", "bf16"),
+        pytest.param("transposed", "fp32", marks=pytest.mark.slow),  # each compiles for seconds
+        pytest.param("contiguous", "bf16", marks=pytest.mark.slow),
+        pytest.param("grouped", "bf16", marks=pytest.mark.slow),
+        pytest.param("sums", "bf16", marks=pytest.mark.slow),
+        pytest.param("checkpoints", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_flex_attention_of_the_users_takes_what_was_predicted(variant, precision):
+    batch = {"x": torch.zeros(2, 1024, 256)}
+    predicted = tightfit.estimate(Attending(variant), batch, precision=precision, device="cuda").peak_bytes
+    clear_cublas_workspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model, on_card = Attending(variant).cuda(), {"x": batch["x"].cuda()}
+    peak_of_the_third(model, on_card, precision)
+    model.zero_grad()
+    gc.collect()  # dynamo's record of the first call holds its arguments
+    assert peak_of_the_third(model, on_card, precision) - before == predicted

@@ -37,17 +37,3 @@ def test_an_operator_without_shapes_is_told_with_what_to_do():
 def test_a_step_that_does_not_run_is_asked_about():
     with pytest.raises(TraceError, match=r"cannot be run dry in speech: .*: does the step run without a plan\?"):
         tightfit.estimate(Model(width=4), BATCH)
-
-
-@pytest.mark.parametrize("device", [None, "rtx4090"])
-def test_flex_attention_is_refused_with_what_helps(device):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    class Flexible(nn.Linear):
-        def forward(self, x):
-            x = super().forward(x)
-            return flex_attention(x, x, x)
-
-    model = nn.Sequential(Flexible(16, 16))
-    with pytest.raises(TraceError, match=r"flex_attention in 0 cannot run dry.*tightfit run"):
-        tightfit.estimate(model, {"input": torch.randn(1, 2, 128, 16)}, loss=lambda m, b: m(**b).sum(), device=device)

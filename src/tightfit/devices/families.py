@@ -133,7 +133,12 @@ _MEMBERS = {
 _OF_OTHERS = {"bitsandbytes.gemm_4bit.default": Family.PRODUCT}
 _FAMILIES = {name: family for family, names in _MEMBERS.items() for name in names.split()}
 # Operators of our own.
-_OWN = {"window_attention": Family.ATTENTION, "window_attention_backward": Family.ATTENTION_BACKWARD}
+_OWN = {
+    "window_attention": Family.ATTENTION,
+    "window_attention_backward": Family.ATTENTION_BACKWARD,
+    "flex_attention": Family.ATTENTION,
+    "flex_attention_backward": Family.ATTENTION_BACKWARD,
+}
 
 
 def base_name(name: str) -> str:

@@ -377,6 +377,8 @@ def _attention(name: str, inputs: Sequence[CostedTensor], arguments: tuple[Any, 
         return _joined_sequences(inputs, _is_causal(arguments))
     batch, heads, length, width = query.shape
     keys, causal = key.shape[-2], _is_causal(arguments)
+    if base_name(name).startswith("flex_attention"):
+        return AttentionShape(batch * heads, length, arguments[-1], width, False)  # the keys that a query meets
     if name.startswith("tightfit."):
         # Our own operator ends with (..., causal, window, scale). A query is charged for its whole window, because the
         # shapes do not show how many keys the documents hide.

@@ -65,6 +65,8 @@ from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, 
 from tightfit.tracing.unbacked import is_unbacked, set_unbacked
 from tightfit.tracing.workspace import Workspace, cpu_workspace
 
+FLEX = "torch.nn.attention.flex_attention"
+
 
 class Lasting(NamedTuple):
     """The objects that exist before a dry step and after it: the attributes of the model's modules, and tensors.
@@ -102,6 +104,13 @@ class DryRun(Recording):
         self.loss_scale: torch.Tensor | None = None  # what `torch.amp.GradScaler` multiplies the loss by, on a card
         self._imported = len(sys.modules)
         faults.watch()
+
+    def meets_compiled(self, function: Any) -> None:
+        """The step calls a function that `torch.compile` made: it runs as eager code."""
+        self.modules.mark_compiled()
+        if getattr(function, "__module__", None) != FLEX:  # which takes what its kernel takes
+            name = getattr(function, "__qualname__", type(function).__name__).replace("<locals>.", "")
+            self.questions.note(f"the code that torch.compile writes for {name}", "to take what eager code takes")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

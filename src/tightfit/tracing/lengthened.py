@@ -415,7 +415,7 @@ class _Lengthening:
             call, group = old.calls[index], group_in(self.calls, index)
             caller = -1 if call.caller < 0 else self._index(self.calls, call.caller, group, new)
             start, end = self._time(call.start, group, new), self._end(call.end, group, new)
-            calls.append(ModuleCall(named[new](call.path), caller, start, end, call.is_checkpointed))
+            calls.append(ModuleCall(named[new](call.path), caller, start, end, *call[4:]))
         sums = _alive(storages, len(self.operators.order))
         for now, (index, new) in enumerate(self.operators.order):
             operator, group = old.operators[index], group_in(self.operators, index)

@@ -69,6 +69,12 @@ class ModuleTracker:
             number = self.open_calls.pop()
             self.calls[number] = self.calls[number]._replace(end=self.clock())
 
+    def mark_compiled(self) -> None:
+        """Note that code under `torch.compile` runs in the running call."""
+        if self.open_calls:
+            number = self.open_calls[-1]
+            self.calls[number] = self.calls[number]._replace(runs_compiled=True)
+
     @property
     def current(self) -> str:
         return self.stack[-1] if self.stack else ""

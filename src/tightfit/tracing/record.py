@@ -36,7 +36,8 @@ class Category(enum.StrEnum):
 
 class ModuleCall(NamedTuple):
     """One forward of a module: its path, the index of the call from which it was called (-1 for none), and its range of
-    operators, half open. `is_checkpointed` says that a checkpoint of the model's own will run it again.
+    operators, half open. `is_checkpointed` says that a checkpoint of the model's own will run it again,
+    `runs_compiled` that it calls functions under `torch.compile` itself.
     """
 
     path: str
@@ -44,6 +45,7 @@ class ModuleCall(NamedTuple):
     start: int
     end: int
     is_checkpointed: bool = False
+    runs_compiled: bool = False
 
 
 # Named tuples: a trace makes tens of thousands of these, and a frozen dataclass sets each field by a call.

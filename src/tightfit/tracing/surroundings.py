@@ -9,6 +9,7 @@ from torch import nn
 
 from tightfit.levers.activity import activity
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
+from tightfit.runtime.internals import notice_compiled_calls
 from tightfit.runtime.module_paths import plain_tensors_of, registered_modules
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.outside import outside_training
@@ -19,6 +20,7 @@ from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import ATTENTION_OF_OTHERS
 from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, THREADS_WITH_PRODUCTS
+from tightfit.tracing.cuda.replacements import Replacements
 from tightfit.tracing.draws import Generators
 from tightfit.tracing.dry_run import DryRun, Lasting
 from tightfit.tracing.faults import faults
@@ -37,6 +39,11 @@ from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.streams import moves_simulated
 from tightfit.tracing.unbacked import is_unbacked
 from tightfit.tracing.workspace import cpu_workspace
+
+# What code of others looks up in a dry run. Dynamo may be imported by the step itself.
+_OTHERS = Replacements(
+    {**ATTENTION_OF_OTHERS, "torch._dynamo.eval_frame": lambda module, replacements: notice_compiled_calls()}
+)
 
 
 class Rank(Protocol):
@@ -153,7 +160,7 @@ def operators_simulated(dry: DryRun, role: CudaRole | None, model: nn.Module | N
     """A context in which the dry run answers all operators, in the place of a card and of the levers' own work too."""
     with (
         nullcontext() if role is None else role.simulated(),
-        ATTENTION_OF_OTHERS.active(),
+        _OTHERS.active(),
         dry,
         filling_off(),
         reads_answered(dry),

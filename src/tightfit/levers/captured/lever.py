@@ -27,6 +27,7 @@ from tightfit.memory.allocator import collector_off
 from tightfit.runtime.compilers import demand_compiler, device_of
 from tightfit.runtime.internals import (
     autocast_is_active,
+    compiled_function_in,
     compiler_is_disabled,
     dispatch_is_watched,
     drop_logs_of_limits,
@@ -100,6 +101,9 @@ def capture_paths(
         block = module_at(model, path)
         shares = not shared.isdisjoint(block.parameters())
         forwards.append(CapturedForward(block, path, policy, group, shares=shares, fused=path in fused))
+        function = None if path in fused else compiled_function_in(block)
+        if function is not None:  # dynamo would record its operators, which round otherwise than its own code
+            forwards[-1].refused = f"they call {function} under torch.compile"
         if path in fused:
             group.fused.setdefault(type(block), {})[policy] = None
     return install(forwards)

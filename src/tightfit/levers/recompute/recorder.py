@@ -40,7 +40,7 @@ from tightfit.levers.recompute.values import (
     root_of,
     set_product,
 )
-from tightfit.runtime.internals import dispatch_is_watched
+from tightfit.runtime.internals import dispatch_is_watched, notice_compiled_calls
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.operators import (
     Traits,
@@ -85,6 +85,7 @@ class Recorder(TorchDispatchMode):
         if self.offload_store is not None:
             self.offload_store.begin()
             self.observers.callback(self.offload_store.end)
+        notice_compiled_calls()
         self.observers.enter_context(self)
         # These know the recorder. Only the stack holds them, and not for longer than the block: no cycle remains.
         if self.sees_functions:
@@ -92,6 +93,14 @@ class Recorder(TorchDispatchMode):
         self.around = hooks_around()
         self.observers.enter_context(torch.autograd.graph.saved_tensors_hooks(self.save, unpack))
         self.observers.callback(self._close)
+
+    def meets_compiled(self, function: Any) -> None:
+        """Refuse a block that calls a function under `torch.compile`: as eager code it would round otherwise."""
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise RecomputeError(
+            f"{self.region}: it calls {name} under torch.compile, whose code no lever can run again operator by "
+            "operator: call the function without torch.compile, or leave this block out"
+        )
 
     def show(self) -> None:
         """The block shows its memory to code outside of PyTorch."""

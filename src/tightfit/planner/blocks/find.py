@@ -75,6 +75,9 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
 
     Without glob and trace, or where they run inside backward alone, the blocks are the repeated parts of the module
     tree: members of lists and dicts, and attributes of one class. Raises `LeverError` if the glob matches nothing.
+
+    Of a traced step, blocks that no lever leaves as they are stay out: those that move state twice, and those that call
+    functions under `torch.compile`, whose code rounds otherwise than operators do.
     """
     if pattern is not None:
         return matching_modules(model, pattern)
@@ -85,11 +88,11 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
     if [part.path for part in blocks] in ([], [""]) and (inside := _run_in_backward(model, trace)):
         return inside
     least = WORTH_IT * max((part.kept_bytes for part in blocks), default=0)
-    moved_twice = _moved_twice(trace)
+    left_out = _moved_twice(trace) | {call.path for call in trace.calls if call.runs_compiled}
     return [
         path
         for path in dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least)
-        if not any(f"{module}.".startswith(f"{path}." if path else "") for module in moved_twice)
+        if not any(f"{module}.".startswith(f"{path}." if path else "") for module in left_out)
     ]
 
 

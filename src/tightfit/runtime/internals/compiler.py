@@ -1,15 +1,19 @@
 """PyTorch's compiler: its switches, and when it is loaded."""
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 
+from tightfit.runtime.internals.dispatcher import active_modes
 from tightfit.runtime.internals.kernels import replaced
 
 SIGNATURES = 1000  # the most shapes, and constants such as a layer's number, for which one code object is compiled
@@ -33,6 +37,93 @@ def compiled_code_on() -> Iterator[None]:
         return
     with torch.compiler.set_stance("default"):
         yield
+
+
+def notice_compiled_calls() -> None:
+    """From now on, run functions that `torch.compile` made as eager code under our dispatch modes, and tell a mode that
+    has a method `meets_compiled` of each call.
+
+    PyTorch compiles nothing under a dispatch mode either, but never tries that function again, and would compile the
+    mode's own code, which runs within the call. Does nothing without dynamo, or if done already.
+    """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    ask = getattr(frames, "_callback_from_stance", None)  # private: where it is gone, PyTorch does as it did
+    if ask is None or hasattr(ask, "_of_tightfit"):
+        return
+
+    def callback_from_stance(callback: Any) -> Any:
+        if callback in (None, False) or not torch._C._len_torch_dispatch_stack():
+            return ask(callback)
+        modes = [mode for mode in active_modes() if type(mode).__module__.startswith("tightfit.")]
+        if not modes:
+            return ask(callback)
+        meets = next(filter(None, (getattr(mode, "meets_compiled", None) for mode in modes)), None)
+        if meets is not None:
+            meets(sys._getframe(1).f_locals.get("fn"))
+        _met.is_eager = True
+        return None
+
+    def set_count(count: int) -> int:
+        before = count_with(count)
+        if count == 0:  # such a call begins
+            _met.is_eager = False
+        return 1 if count < 0 and _met.is_eager else before  # it ends, and raises if it has compiled nothing
+
+    count_with: Any = getattr(frames, "set_fullgraph_compiled_frame_count", None)  # since PyTorch 2.13, for `fullgraph`
+    if count_with is not None:
+        frames.set_fullgraph_compiled_frame_count = set_count
+    callback_from_stance._of_tightfit = True  # pyright: ignore[reportFunctionMemberAccess]
+    frames._callback_from_stance = callback_from_stance
+
+
+class _Met(threading.local):
+    """The last call of compiled code in each thread: it ran as eager code, or not."""
+
+    is_eager = False
+
+
+_met = _Met()
+
+
+def calls_of_compiled_functions() -> int:
+    """How many functions that `torch.compile` made are running in this thread."""
+    frame, count = sys._getframe(1), 0
+    while frame is not None:
+        code = frame.f_code  # not that of `torch.compiler.disable`, which has no callback
+        count += "callback" in code.co_freevars and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame"
+        frame = frame.f_back
+    return count
+
+
+def compiled_function_in(module: nn.Module) -> str | None:
+    """The name of a function under `torch.compile` that a module's own code names or holds; None if none is found."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    kinds = {type(part) for part in module.modules()}
+    own = [value for kind in kinds for base in kind.__mro__ for value in vars(base).values()]
+    waiting = [*own, *(value for part in module.modules() for value in vars(part).values())]
+    seen: set[int] = set()
+    while waiting:
+        found = getattr(waiting[-1], "__func__", waiting[-1])  # of methods, and of static and class methods
+        waiting.pop()
+        if not callable(found) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        under = vars(found) if hasattr(found, "__dict__") else {}
+        if "_torchdynamo_orig_callable" in under and not under.get("_torchdynamo_disable"):
+            return getattr(found, "__qualname__", type(found).__name__)
+        if isinstance(found, FunctionType) and not (found.__module__ or "").startswith(("torch.", "tightfit.")):
+            around = dict(zip(found.__code__.co_freevars, found.__closure__ or (), strict=True))
+            waiting += [found.__globals__[name] for name in found.__code__.co_names if name in found.__globals__]
+            waiting += [cell.cell_contents for cell in around.values() if not _is_empty(cell)]
+    return None
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is cell  # raises for one that is not assigned yet
+    except ValueError:
+        return True
 
 
 def compiler_is_loaded() -> bool:

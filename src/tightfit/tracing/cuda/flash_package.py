@@ -1,6 +1,6 @@
-"""Attention that a dry run has to answer for: `flash_attn`, and a line for PyTorch's FlexAttention.
+"""The functions of the package `flash_attn` in a dry run.
 
-The functions of the package `flash_attn` are for models of `transformers`, where the package is not installed.
+They are for models of `transformers`, where the package is not installed.
 It cannot be built without CUDA. PyTorch contains the same kernels, as operators of its own, with the same saved tensors
 and the same scratch memory. So `attn_implementation="flash_attention_2"` runs dry with PyTorch's operators, and the
 estimate says so. A package that can be imported is used itself: its operators have fake kernels.
@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 from tightfit.errors import TraceError
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cuda.attention import AttentionCall, flash
+from tightfit.tracing.cuda.flex import replace_flex_attention
 from tightfit.tracing.cuda.replacements import Replacements
-from tightfit.tracing.dry_run import running
+from tightfit.tracing.dry_run import FLEX, running
 
 aten = torch.ops.aten
 _NAME = "flash_attention_2"
@@ -122,27 +123,8 @@ def _replace_lookup(module: ModuleType, replacements: Replacements) -> None:
             replacements.replace(module, name, None)  # and put back afterwards, whatever the step set
 
 
-def _refuse_flex(module: ModuleType, replacements: Replacements) -> None:
-    """Let FlexAttention that is to be trained say what helps, where PyTorch would speak of the CPU's kernels."""
-    check = getattr(module, "_validate_device", None)  # private: where it is gone, PyTorch's own words are left
-    if check is None:
-        return
-
-    def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
-        dry = running()
-        if dry is not None and any(tensor.requires_grad for tensor in (query, key, value)):
-            raise TraceError(
-                f"torch.nn.attention.flex_attention in {dry.modules.current or 'the step'} cannot run dry, and no "
-                "lever can run it again: estimate with F.scaled_dot_product_attention in its place, or measure the "
-                "script itself: tightfit run --device rtx4090 -- python train.py"
-            )
-        check(query, key, value)
-
-    replacements.replace(module, "_validate_device", validate)
-
-
 # In every dry run: one for a CPU refuses in one line.
-ATTENTION_OF_OTHERS = Replacements({_UTILITIES: _replace_lookup, "torch.nn.attention.flex_attention": _refuse_flex})
+ATTENTION_OF_OTHERS = {_UTILITIES: _replace_lookup, FLEX: replace_flex_attention}
 
 
 # Building such a model

@@ -98,6 +98,11 @@ def _window_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[
     return [rows * value.shape[3] * query.dtype.itemsize, 4 * rows, 4 * rows, 4 * rows]
 
 
+def _flex_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
+    # delta, the sums of out times its gradient (torch/_inductor/kernel/flex/flex_attention.py)
+    return [4 * math.prod(inputs[1].shape[:3])]
+
+
 # Others
 
 
@@ -234,6 +239,7 @@ _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_forward,
     "tightfit.window_attention_backward.default": _window_backward,
+    "tightfit.flex_attention_backward.default": _flex_backward,
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._index_put_impl_.default": _index_put,
