@@ -134,7 +134,10 @@ def test_a_plan_takes_other_blocks(compiled):
     assert changed
     assert changed <= {f"layers.{n}" for n in range(4)}
     assert verify(model, BATCH, planned, loss=loss).ok
-    with pytest.raises(CannotFit, match="reached by no lever"):
+    assert any("left out: 2" in row.levers and "torch.compile" in row.reason for row in planned.rejected)
+    with pytest.raises(
+        CannotFit, match=r"reached by no lever.*functions under torch\.compile are called \(modules: 6\)"
+    ):
         tightfit.plan(Model(*[function] * 6), BATCH, "0.7x", loss=loss, levers=("recompute",))
 
 

@@ -88,12 +88,18 @@ def find_blocks(model: nn.Module, pattern: str | None = None, trace: StepTrace |
     if [part.path for part in blocks] in ([], [""]) and (inside := _run_in_backward(model, trace)):
         return inside
     least = WORTH_IT * max((part.kept_bytes for part in blocks), default=0)
-    left_out = _moved_twice(trace) | {call.path for call in trace.calls if call.runs_compiled}
+    left_out = modules_left_out(trace)
     return [
         path
         for path in dict.fromkeys(part.path for part in blocks if part.kept_bytes >= least)
         if not any(f"{module}.".startswith(f"{path}." if path else "") for module in left_out)
     ]
+
+
+def modules_left_out(trace: StepTrace) -> dict[str, str]:
+    """The modules whose results or state levers would change, by path, and why. Blocks with such modules stay out."""
+    moved = dict.fromkeys(_moved_twice(trace), "buffers move in a checkpoint of the model's own")
+    return moved | {call.path: "functions under torch.compile are called" for call in trace.calls if call.runs_compiled}
 
 
 def _moved_twice(trace: StepTrace) -> set[str]:

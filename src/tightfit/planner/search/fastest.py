@@ -7,11 +7,13 @@ that trace exceeds the budget, the search lowers the bound by the excess and sol
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.errors import CannotFit
+from tightfit.planner.blocks.find import modules_left_out
 from tightfit.planner.levers import Combination, MicroBatches, Offload, Recompute, Role, lever_types
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.candidates import Baseline, Candidate
@@ -145,7 +147,8 @@ def cannot_fit(search: Search) -> CannotFit:
         f"{limit}: the least is {format_bytes(least.needed_bytes)} "
         f"({least.needed_bytes} bytes), reached by {search.in_words(least)}; it is held up in "
         f"{trace.peak_operator.phase} at {trace.peak_operator.module or 'the top level'} "
-        f"by {format_bytes(holds[1])} of {holds[0]}{offload_bound(search)}{no_micro_batches(search)}",
+        f"by {format_bytes(holds[1])} of {holds[0]}{offload_bound(search)}{no_micro_batches(search)}"
+        f"{blocks_left_out(search)}",
         least.needed_bytes,
         taken,
     )
@@ -155,6 +158,13 @@ def no_micro_batches(search: Search) -> str:
     """Why the batch may not be split, for the message; empty if it may, or if nobody allowed it."""
     refusal = search.request.separation.refusal if search.request.may(MicroBatches) else None
     return "" if refusal is None else f"; {MicroBatches.title} is left out: {refusal}"
+
+
+def blocks_left_out(search: Search) -> str:
+    """Why blocks stay as they are, for the message; empty if all may change, or if no allowed lever changes blocks."""
+    found = modules_left_out(search.plain) if any(kind.needs_blocks for kind in search.kinds) else {}
+    reasons = Counter(found.values())
+    return "".join(f"; blocks are left out where {why} (modules: {count})" for why, count in reasons.items())
 
 
 def offload_bound(search: Search) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
-from tightfit.planner.blocks.find import find_blocks
+from tightfit.planner.blocks.find import find_blocks, modules_left_out
 from tightfit.planner.blocks.pricing import Priced, price
 from tightfit.planner.blocks.solve import least_peak, solve
 from tightfit.planner.levers import Combination, Lever, PlainStep, Recompute, Role, lever_types
@@ -87,6 +87,8 @@ class Search:
             may_need = any(kind.needs_blocks for kind in self.kinds)
             request = self.request
             self.known_paths = find_blocks(request.model, request.blocks, self.plain) if may_need else []
+            for why, count in Counter(modules_left_out(self.plain).values() if may_need else ()).items():
+                self.rejected.append(Rejected(f"levers of blocks (modules left out: {count})", why))
         return self.known_paths
 
     @cached_property
