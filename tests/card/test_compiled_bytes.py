@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # dynamo asks it of what it is given
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # within PyTorch's compiler and Triton
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of what a card could do besides
-    pytest.mark.keeps("compiled-blocks-on-a-card"),
     pytest.mark.usefixtures("nothing_cached"),
 ]
 
@@ -46,6 +45,7 @@ def measured(levers_on, build, batch, precision, kind=CapturedForward):
     return peak
 
 
+@pytest.mark.keeps("compiled-blocks-on-a-card")
 @pytest.mark.parametrize(
     ("policy", "precision", "dropout"),
     [
@@ -64,6 +64,7 @@ def test_blocks_that_are_compiled_by_hand_take_what_was_predicted(policy, precis
     assert measured(compiled, build, batch, precision) == predicted
 
 
+@pytest.mark.keeps("compiled-blocks-on-a-card")
 @pytest.mark.slow  # compiles for half a minute
 @pytest.mark.parametrize(("keep", "precision"), [(1.0, "bf16"), (0.5, "fp32")])
 def test_blocks_that_keep_what_the_compiler_chooses_take_what_was_predicted(keep, precision):
@@ -76,6 +77,7 @@ def test_blocks_that_keep_what_the_compiler_chooses_take_what_was_predicted(keep
     assert measured(compiled, build, batch, precision, CompiledForward) == predicted
 
 
+@pytest.mark.keeps("compiled-blocks-on-a-card")
 @pytest.mark.skipif("TIGHTFIT_NULLCARD" in os.environ, reason="a null card computes nothing")
 @pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -97,6 +99,7 @@ def test_gradients_are_as_exact_as_plain_ones(policy, precision):
     assert 0 < (compiled - truth).norm() <= 1.05 * (plain - truth).norm()
 
 
+@pytest.mark.keeps("compiled-blocks-on-a-card")
 @pytest.mark.slow  # writes several sets of code, and compiles one
 @pytest.mark.parametrize(("precision", "budget"), [("bf16", "0.7x"), ("fp32", "0.7x")])
 def test_a_plan_that_compiles_takes_its_peak(precision, budget):
@@ -150,6 +153,7 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
+@pytest.mark.keeps("flex-attention-predicted")
 @pytest.mark.parametrize(
     ("variant", "precision"),
     [

@@ -84,6 +84,7 @@ def loss(model, batch):
 BATCH = (torch.randn(8, 64, 32, generator=torch.Generator().manual_seed(0)),)
 
 
+@pytest.mark.keeps("functions-under-compile")
 def test_a_dry_run_counts_the_operators_says_so_and_leaves_the_function_compiled(compiled):
     function, backend = compiled
     found = tightfit.estimate(Model(*[function] * 3), BATCH, loss=loss)
@@ -96,6 +97,7 @@ def test_a_dry_run_counts_the_operators_says_so_and_leaves_the_function_compiled
     assert backend.runs == 3
 
 
+@pytest.mark.keeps("functions-under-compile")
 @pytest.mark.parametrize("lever", LEVERS)
 def test_a_lever_refuses_a_block_that_calls_one_by_name(compiled, lever):
     function, backend = compiled
@@ -125,7 +127,7 @@ def test_captured_blocks_run_one_as_it_is(compiled, held_by):
     assert_bit_equal(plain, found)
 
 
-@pytest.mark.keeps("recompute-leaves-loss-gradients")
+@pytest.mark.keeps("functions-under-compile")
 def test_a_plan_takes_other_blocks(compiled):
     function, _ = compiled
     model = Model(*[gated] * 4, function, function)
@@ -205,6 +207,7 @@ def traced(model, batch=LONG, cost=no_cost):
     return trace_step(model, parts, loss, optimizer="adamw", settings=settings, role=role, cost=cost)
 
 
+@pytest.mark.keeps("flex-attention-predicted")
 @pytest.mark.parametrize(
     ("mask", "keys"), [(create_block_mask, 576), (compile_eager(create_block_mask), 576), (None, 1024)]
 )
