@@ -354,8 +354,7 @@ PIECES: dict[str, Piece] = {
 }
 
 
-MOVED = {"statistics in place", "statistics by copy", "batch norm", "spectral norm", "remembered"}
-MOVED |= {"cache", "grown cache", "popped cache", "auxiliary loss"}
+MOVED = {"remembered", "cache", "grown cache", "popped cache", "auxiliary loss"}  # state of Python, not buffers
 
 
 class WiderBlock(nn.Module):
@@ -616,7 +615,9 @@ class Drawn:
         tables = {"form": FORMS, "order": ORDERS, "hooks": HOOKS, "weights": WEIGHTS, "around": AROUND}
         found = cls(steps, **{k: draw.choice(list(t)) for k, t in tables.items() if draw.random() > plain})
         if found.around == "a checkpoint" and MOVED.intersection(names):
-            found.around = "nothing"  # the plain run moves state twice there, and blocks under a lever once
+            found.around = (
+                "nothing"  # the plain run moves state twice there, blocks under a lever once, which no operator shows
+            )
         return found
 
     def __str__(self) -> str:

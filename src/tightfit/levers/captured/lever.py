@@ -103,7 +103,7 @@ def capture_paths(
         forwards.append(CapturedForward(block, path, policy, group, shares=shares, fused=path in fused))
         function = None if path in fused else compiled_function_in(block)
         if function is not None:  # dynamo would record its operators, which round otherwise than its own code
-            forwards[-1].refused = f"they call {function} under torch.compile"
+            forwards[-1].refused = f"they call {function}, which PyTorch compiles"
         if path in fused:
             group.fused.setdefault(type(block), {})[policy] = None
     return install(forwards)

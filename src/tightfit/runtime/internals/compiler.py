@@ -96,12 +96,10 @@ def calls_of_compiled_functions() -> int:
 
 
 def compiled_function_in(module: nn.Module) -> str | None:
-    """The name of a function under `torch.compile` that a module's own code names or holds; None if none is found."""
-    if "torch._dynamo" not in sys.modules:
-        return None
+    """The name of a function of `torch.compile` or `torch.jit` that a module's own code names or holds, if any."""
     kinds = {type(part) for part in module.modules()}
     own = [value for kind in kinds for base in kind.__mro__ for value in vars(base).values()]
-    waiting = [*own, *(value for part in module.modules() for value in vars(part).values())]
+    waiting = [*own, *module.modules(), *(value for part in module.modules() for value in vars(part).values())]
     seen: set[int] = set()
     while waiting:
         found = getattr(waiting[-1], "__func__", waiting[-1])  # of methods, and of static and class methods
@@ -109,6 +107,8 @@ def compiled_function_in(module: nn.Module) -> str | None:
         if not callable(found) or id(found) in seen:
             continue
         seen.add(id(found))
+        if isinstance(found, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+            return getattr(found, "name", None) or type(found).__name__
         under = vars(found) if hasattr(found, "__dict__") else {}
         if "_torchdynamo_orig_callable" in under and not under.get("_torchdynamo_disable"):
             return getattr(found, "__qualname__", type(found).__name__)
