@@ -376,3 +376,34 @@ def test_blocks_with_a_reentrant_checkpoint_of_their_own_run_uncaptured(is_neste
         warnings.simplefilter("always")
         assert_bit_equal(plain, run(model(), x, levers=levers(KEEP_ALL), times=3))
     assert "use_reentrant=True" in uncaptured(caught)[0]
+
+
+def _dropped(x):
+    F.dropout(x, 0.2)
+
+
+def _noise(x):
+    torch.randn_like(x)
+
+
+def _noise_in_place(x):
+    torch.empty(3).uniform_()
+
+
+def _sum_of_a_part(x):
+    F.dropout(x, 0.2).split(4, -1)[0].sum()
+
+
+@pytest.mark.parametrize("draw", [_dropped, _noise, _noise_in_place, _sum_of_a_part])
+def test_blocks_whose_draws_nothing_reads_move_the_generator(draw):
+    class Drawing(nn.Linear):
+        def forward(self, x):
+            draw(x)
+            return super().forward(x) + F.dropout(x, 0.1)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Drawing(8, 8) for _ in range(3))), torch.randn(4, 8)
+    plain = run(copy.deepcopy(model), x)
+    with pytest.warns(UserWarning, match="nothing reads what aten"):
+        found = run(model, x, levers=lambda model: tightfit.capture(model, "*"))
+    assert_bit_equal(plain, found)

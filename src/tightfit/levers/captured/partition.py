@@ -61,6 +61,8 @@ def demand_plain(graph: Any) -> None:
         is_call = node.op == "call_function" and node.target is not operator.getitem
         if is_call and not isinstance(node.target, torch._ops.OpOverload):
             raise CompileError(f"it contains {node.target}, which is no single operator")
+        if is_call and is_random(node) and not node.users:
+            raise CompileError(f"nothing reads what {node.target} draws")  # and so the graph would not draw it
         if is_call and makes_sparse(node):
             raise CompileError(f"{node.target} makes a sparse gradient")
         if not sizes_are_static(node.meta.get("val")):

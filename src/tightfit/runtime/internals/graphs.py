@@ -40,6 +40,7 @@ def recording_backend(
     """
     from torch._dynamo.backends.common import aot_autograd  # these take seconds to import
     from torch._functorch import config
+    from torch._inductor import config as inductor
 
     backend = aot_autograd(
         fw_compiler=write_forward, bw_compiler=write_backward, partition_fn=divide, decompositions={}
@@ -47,7 +48,9 @@ def recording_backend(
     settings = {name: value for name, value in _EXACT.items() if hasattr(config, name)}
 
     def record(graph: Any, inputs: Sequence[Any]) -> Any:
-        with config.patch(settings), _kernels_of_eager_code(), _reads_counted(note_reads):
+        # Draws that nothing reads would be dropped otherwise, and the generator would not move.
+        drawn = inductor.patch(fallback_random=True)
+        with config.patch(settings), drawn, _kernels_of_eager_code(), _reads_counted(note_reads):
             return backend(graph, inputs)
 
     return record
