@@ -79,6 +79,16 @@ def test_a_card_is_played_for_each_rank_and_a_rank_with_fewer_rows_has_the_peak_
 
 
 @pytest.mark.keeps("cards-too-rank-whose")
+def test_the_numbers_of_a_meshs_ranks_are_in_the_hosts_memory():
+    made = model()
+    request = Request.of(made, BATCH, device="h100", world_size=2).checked()
+    rank = SimulatedRank(request.world, 0, find_blocks(made))
+    trace = trace_step(own_copy(made), request.parts(1), model_loss, role=request.role, rank=rank)
+    numbers = [storage for storage in trace.storages if storage.dtype == "int32" and storage.shape == (2,)]
+    assert all(storage.host_bytes and not storage.bytes for storage in numbers), numbers
+
+
+@pytest.mark.keeps("cards-too-rank-whose")
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

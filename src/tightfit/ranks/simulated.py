@@ -73,7 +73,9 @@ class SimulatedRank:
     def _in_parts(self, model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh("cpu", (self.world.size,))
+        # A mesh has the numbers of its ranks in the host's memory, whatever its device.
+        with host_memory() if simulation.of_cuda else nullcontext():
+            mesh = init_device_mesh("cpu", (self.world.size,))
         if self.world.parallel == "tp":
             return in_tensor_parallel(model, mesh)
         if self.world.shards is not None:
