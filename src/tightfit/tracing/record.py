@@ -139,7 +139,7 @@ class StepTrace:
     gradients_before: tuple[str, ...] = ()  # names of the parameters that have a gradient when the step begins
     reads_draws: bool = False  # whether code read numbers that were drawn at random
     reserved_bytes: int | None = None  # the peak of CUDA's reserved memory; None on a CPU
-    first_step: "StepTrace | None" = None  # where the first step runs other operators than every later one
+    first_step: "StepTrace | None" = None  # where it has other operators, or other buckets, than every later one
 
     @property
     def peak_depends_on_data(self) -> bool:

@@ -99,13 +99,19 @@ def _traced(
             updates_on_host=rank is not None and rank.is_on_host,
         )  # fmt: skip
         del twin
+        begun = None
         if simulation.is_first_step:
             boundaries = step.recorded()
         elif rank is None and needs_no_gradients(model, settings):
             boundaries = step.with_states_first()
+        elif rank is not None and rank.steps > 2 and role is not None:
+            # What the second step allocates anew (DDP's buckets) goes where the first one has left room.
+            begun = record(dry, step.recorded(), repeated=repeated, repeats=len(parts) - len(traced) + 1)
+            boundaries = step.until_steady(rank.steps - 1)
         else:
             boundaries = step.until_steady(2 if rank is None else rank.steps)
-        return record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
+        found = record(dry, boundaries, repeated=repeated, repeats=len(parts) - len(traced) + 1)
+        return replace(found, first_step=begun)
 
 
 @contextmanager

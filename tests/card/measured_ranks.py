@@ -1,0 +1,61 @@
+"""Three steps of a decoder on several cards, run by torchrun.
+
+    torchrun --nproc-per-node 2 measured_ranks.py ddp|fsdp2 PRECISION [PLAN]
+
+Each rank writes a line of JSON with its peaks of the last step.
+"""
+
+import gc
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from tightfit import Plan
+from tightfit.levers.micro_batch import as_parts
+from tightfit.optim.by_name import build_optimizer
+from tightfit.planner.blocks.find import find_blocks
+from tightfit.ranks.wrapping import in_ddp, in_fsdp2
+from tightfit.step import StepSettings, forward_backward, model_loss, update
+from tiny import decoder, token_batch
+
+ROWS, LENGTH, SHAPE = 8, 256, {"num_layers": 4, "hidden_size": 256, "vocab_size": 2000}
+
+
+def wrapped(model, parallel, precision, plan):
+    if plan is not None:
+        plan.apply(model)
+    if parallel == "ddp":
+        return in_ddp(model)
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    if plan is not None:
+        return plan.shard(model, mesh)
+    return in_fsdp2(model, find_blocks(model), mesh, precision=precision)
+
+
+def main(parallel, precision, *plans):
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    plan = Plan.from_json(plans[0]) if plans else None
+    model = wrapped(decoder(**SHAPE).cuda(), parallel, precision, plan)
+    batch = {name: tensor.cuda() for name, tensor in token_batch(ROWS, LENGTH).items()}
+    settings = StepSettings(precision if parallel == "ddp" else "fp32")  # FSDP2 casts by itself
+    optimizer = build_optimizer("adamw", model.parameters())
+    gc.collect()
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        time.sleep(0.3)  # DDP's first buckets live until NCCL's watchdog has looked again
+        torch.cuda.reset_peak_memory_stats()
+        forward_backward(model, as_parts([batch], model_loss), model_loss, settings.precision)
+        update(model, optimizer, settings)
+    found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    print(json.dumps({"rank": rank, **found}) + "\n", end="", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
