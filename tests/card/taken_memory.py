@@ -1,5 +1,6 @@
 """A card that is full at one operator: PyTorch's allocator itself runs out of memory there."""
 
+import ctypes
 from typing import Any
 
 import torch
@@ -13,21 +14,22 @@ SMALLEST = 512  # bytes: what the allocator hands out
 class FullAt(TorchDispatchMode):
     """While an operator with one of these numbers runs, counted from 0, others hold all that is left of the card.
 
-    `allocating` are the numbers of the operators that took memory of the card, `raised` how often that ran out.
+    `count` is how many operators came by, `allocating` the numbers of those that took memory of the card, `raised` how
+    often that ran out.
     """
 
     def __init__(self, *numbers: int):
         super().__init__()
         self._numbers = frozenset(numbers)
-        self._count = self.raised = 0
+        self.count = self.raised = 0
         self.allocating: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if outside.depth:  # a plan is being made: it runs no operator of the training
             return func(*args, **(kwargs or {}))
-        number = self._count
-        self._count += 1
-        taken = all_that_is_left() if number in self._numbers else []
+        number = self.count
+        self.count += 1
+        taken = all_that_is_left() if self._is_full_at(number) else []
         before = _allocations()
         try:
             return func(*args, **(kwargs or {}))
@@ -38,6 +40,25 @@ class FullAt(TorchDispatchMode):
             if _allocations() > before:
                 self.allocating.append(number)
             taken.clear()
+
+    def _is_full_at(self, number: int) -> bool:
+        return number in self._numbers
+
+
+class FullFrom(FullAt):
+    """The same from one operator on, until memory has run out once: at the first one that takes memory."""
+
+    def _is_full_at(self, number: int) -> bool:
+        return not self.raised and any(number >= first for first in self._numbers)
+
+
+def held_outside(left_bytes: int) -> None:
+    """Let something outside of PyTorch's allocator hold the card, but for so many bytes, until this process ends."""
+    bytes_taken = torch.cuda.mem_get_info()[0] - left_bytes
+    error = ctypes.CDLL("libcudart.so." + str(torch.version.cuda).split(".")[0]).cudaMalloc(
+        ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(bytes_taken)
+    )
+    assert not error, "the card has so many bytes"
 
 
 def _allocations() -> int:

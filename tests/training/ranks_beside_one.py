@@ -9,6 +9,8 @@ import torch
 from forked_ranks import RanksEnded
 from safetensors.torch import load_file
 
+from tightfit.training.checkpoint.store import Checkpoints
+from tightfit.training.checkpoint.stored import Checkpoint
 from tightfit.training.config import Config
 
 
@@ -34,6 +36,29 @@ def assert_same(alone: Config, together: Config) -> None:
         )  # fmt: skip
     weights = [load_file(Path(config.output.folder) / "model.safetensors") for config in (alone, together)]
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
+
+
+def newest(config: Config) -> Checkpoint:
+    checkpoint = Checkpoints(Path(config.output.folder) / "checkpoints").newest_intact().checkpoint
+    assert checkpoint is not None
+    return checkpoint
+
+
+def corrections(config: Config) -> dict[str, Any]:
+    return newest(config).record["corrections"]
+
+
+def assert_equal(found: Config, expected: Config) -> None:
+    """To the last bit: losses and norms, weights, and the last checkpoint with the optimizer's and random states."""
+    same = ("step", "loss", "learning_rate", "grad_norm", "tokens")
+    steps = [[[line[name] for name in same] for line in lines(each)] for each in (found, expected)]
+    assert steps[0] == steps[1]
+    weights = [load_file(Path(each.output.folder) / "model.safetensors") for each in (found, expected)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    last = [newest(each) for each in (found, expected)]
+    assert last[0].digests == last[1].digests
+    assert last[0].record["random"] == last[1].record["random"]
 
 
 def assert_one_line(ended: RanksEnded, killed: int) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 from forked_trainings import Nursery
-from ranks_beside_one import assert_one_line, assert_same, at, lines
+from ranks_beside_one import assert_equal, assert_one_line, assert_same, at, corrections, lines, newest
 from safetensors.torch import load_file
 from tiny_training import settings
 
-from tightfit.training.checkpoint.store import Checkpoints
 from tightfit.training.config import Config
 
 SEED, MOMENTS = 19, 20
@@ -160,9 +159,7 @@ def test_a_signal_to_one_sharded_rank_ends_all_with_a_checkpoint(nursery: Nurser
     assert ended.codes == [128 + signal.SIGTERM] * 2, ended.said
     assert ended.said == ""
     made = len(lines(config))
-    checkpoint = Checkpoints(Path(config.output.folder) / "checkpoints").newest_intact().checkpoint
-    assert checkpoint is not None
-    assert checkpoint.step == made
+    assert newest(config).step == made
     ended = nursery.train_ranks(config, 2, "--resume", f"training.max_steps={made + 2}")
     assert ended.codes == [0, 0], ended.said
     assert len(lines(config)) == made + 2
@@ -226,22 +223,6 @@ def run_out_of_memory(
         capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
-
-
-def corrections(config: Config) -> dict[str, Any]:
-    checkpoint = Checkpoints(Path(config.output.folder) / "checkpoints").newest_intact().checkpoint
-    assert checkpoint is not None
-    return checkpoint.record["corrections"]
-
-
-def assert_equal(found: Config, expected: Config) -> None:
-    """To the last bit."""
-    same = ("step", "loss", "learning_rate", "grad_norm", "tokens")
-    steps = [[[line[name] for name in same] for line in lines(each)] for each in (found, expected)]
-    assert steps[0] == steps[1]
-    weights = [load_file(Path(each.output.folder) / "model.safetensors") for each in (found, expected)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
 RECOVERED: dict[str, tuple[int, dict[str, dict[int, int]], int, dict[str, Any]]] = {
