@@ -9,29 +9,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from sharded_recovering import Place, main
+from sharded_recovering import BetweenMessages, Place, main
 from taken_memory import FullFrom
 
 from tightfit.devices.nullcard.values import true_values
-from tightfit.ranks.sent_messages import SentMessages
 
 LENGTH, SHARE = 256, 0.985  # so long that recompute pays beside cuBLAS's workspaces
 
 
-class FullBetweenMessages(FullFrom):
-    """Never, where no number is given. What runs inside a message to other ranks is not counted."""
-
-    def __init__(self, messages: SentMessages, *numbers: int):
-        super().__init__(*numbers)
-        self._messages = messages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self._messages.is_torn:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+class FullBetweenMessages(BetweenMessages, FullFrom):
+    """Memory of the card runs out at operators by their numbers, outside of messages; never without a number."""
 
     @property
     def failing(self) -> Sequence[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 import tightfit
 from exactness import assert_bit_equal, run
@@ -238,6 +238,15 @@ def test_a_mask_that_is_compiled_is_never_made_of_all_pairs():
 
     assert highest_before_attention(create_block_mask) > 4096 * 4096
     assert highest_before_attention(compile_eager(create_block_mask)) < 4096 * 4096 / 4
+
+
+def test_a_mask_of_all_pairs_that_is_asked_for_is_made():
+    class Masked(nn.Linear):
+        def forward(self, x):
+            mask = compile_eager(create_mask)(causal, 1, 1, 64, 64, device=x.device)
+            return super().forward(x) * mask[0, 0, :1, :1]
+
+    assert tightfit.estimate(Masked(8, 8), (torch.ones(4, 8),), loss=loss, device="rtx4090").peak_bytes > 64 * 64
 
 
 def test_flex_attention_says_what_a_dry_run_cannot_do():

@@ -36,8 +36,11 @@ from tightfit.training.sharded.tightening import TighterPlans
 BLOCKS, STEPS, FAILING = ["blocks.0", "blocks.1"], 3, (1, 3)
 
 
-class OutOfMemoryBetweenMessages(OutOfMemoryAt):
-    """What runs inside a message to other ranks is not counted: an error in one is not recovered from."""
+class BetweenMessages:
+    """Of a mode that counts operators: what runs inside a message to other ranks is not counted.
+
+    An error in a message is not recovered from.
+    """
 
     def __init__(self, messages: SentMessages, *numbers: int):
         super().__init__(*numbers)
@@ -47,6 +50,10 @@ class OutOfMemoryBetweenMessages(OutOfMemoryAt):
         if self._messages.is_torn:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class OutOfMemoryBetweenMessages(BetweenMessages, OutOfMemoryAt):
+    """Memory runs out at operators by their numbers, outside of messages."""
 
     @property
     def failing(self) -> Sequence[int]:

@@ -1,9 +1,9 @@
 """The functions of the package `flash_attn` in a dry run.
 
-They are for models of `transformers`, where the package is not installed.
-It cannot be built without CUDA. PyTorch contains the same kernels, as operators of its own, with the same saved tensors
-and the same scratch memory. So `attn_implementation="flash_attention_2"` runs dry with PyTorch's operators, and the
-estimate says so. A package that can be imported is used itself: its operators have fake kernels.
+They are for models of `transformers`, where the package is not installed: it cannot be built without CUDA. PyTorch
+contains the same kernels, as operators of its own, with the same saved tensors and the same scratch memory. So
+`attn_implementation="flash_attention_2"` runs dry with PyTorch's operators, and the estimate says so. A package that
+can be imported is used itself: its operators have fake kernels.
 """
 
 import math

@@ -10,6 +10,7 @@ how many keys a query meets on average, and so the seconds.
 
 import inspect
 import math
+import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -129,7 +130,7 @@ def replace_block_masks(module: ModuleType, replacements: Replacements) -> None:
 
     @without_dynamo
     def make_mask(mod_fn: Any, *sizes: Any, **named: Any) -> Any:
-        fused = running() is not None and calls_of_compiled_functions() > 0 and len(sizes) > 3
+        fused = running() is not None and calls_of_compiled_functions() > 0 and _makes_block_mask()
         return _FusedMask(mod_fn, sizes, named) if fused else make(mod_fn, *sizes, **named)
 
     @without_dynamo
@@ -146,6 +147,14 @@ def replace_block_masks(module: ModuleType, replacements: Replacements) -> None:
 
     replacements.replace(module, "create_mask", make_mask)
     replacements.replace(module, "_convert_mask_to_block_mask", count_blocks)
+
+
+def _makes_block_mask() -> bool:
+    """True if `create_block_mask` asks for the mask: others want the mask itself."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "create_block_mask":
+        frame = frame.f_back
+    return frame is not None
 
 
 class _FusedMask(NamedTuple):
