@@ -107,7 +107,7 @@ SCRIPTS = (
             "-m", "scripts.base_train", "--depth", "12", "--device-batch-size", "8", "--total-batch-size", "32768",
             "--eval-every", "-1", "--core-metric-every", "-1", "--sample-every", "-1",
         ),
-        "depth 12, 8 x 2048, compiled, Muon", (".",), ("rtx4090", "h100"),
+        "depth 12, 8 x 2048, compiled, Muon", (".",),
     ),
     Script(
         "torchtitan llama3_debugmodel", "pytorch/torchtitan", "b5bcd76c6", ".",
@@ -116,7 +116,7 @@ SCRIPTS = (
             "--config", "llama3_debugmodel",
         ),
         "8 x 2048, flex attention, selective checkpoint; one step (its HEAD asks for a newer PyTorch behind it)",
-        (".",), ("rtx4090",),
+        (".",),
     ),
 )  # fmt: skip
 
