@@ -1,7 +1,8 @@
 """Memory of one training at equal work in every way that others offer, on cards that are not here; our plans beside it.
 
-    PY=.venv-card/bin/python; $PY -m benchmarks.peers_on_cards --packages FOLDER [--cards rtx4090] [--only TEXT ...] \\
-        [--without TEXT ...] [--again]        # FOLDER: of `pip install --no-deps --target FOLDER ...`, see PACKAGES
+    PY=.venv-card/bin/python; $PY -m tightfit.devices.nullcard rtx4090 -- $PY -m benchmarks.peers_on_cards \\
+        --packages FOLDER [--cards t4] [--only TEXT ...] [--without TEXT ...] [--again]
+        # FOLDER: of `pip install --no-deps --target FOLDER ...`, see PACKAGES
     python -m benchmarks.peers_on_cards --page                # docs/benchmarks.md
 
 Each way runs three steps in a process of its own under `tightfit.run`: PyTorch's own allocator counts, no kernel runs.

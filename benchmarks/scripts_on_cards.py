@@ -9,6 +9,9 @@ which day and at which commit of ours it was measured.
     python benchmarks/scripts_on_cards.py --repositories FOLDER [--only nanoGPT] [--cards rtx3060] [--resume | --again]
     python benchmarks/scripts_estimated.py --repositories FOLDER                  # what `estimate` says beside it
     python benchmarks/scripts_on_cards.py --page                                  # the table of both docs/run.md
+
+What a script imports besides is on PYTHONPATH. From `.venv-card`, whose PyTorch has no cuDNN, the command is one of
+`python -m tightfit.devices.nullcard rtx4090 -- python benchmarks/scripts_on_cards.py ...`.
 """
 
 import argparse

@@ -44,8 +44,8 @@ def newest(config: Config) -> Checkpoint:
     return checkpoint
 
 
-def corrections(config: Config) -> dict[str, Any]:
-    return newest(config).record["corrections"]
+def corrections(config: Config, rank: int = 0) -> dict[str, Any]:
+    return newest(config).record["corrections"][rank]
 
 
 def assert_equal(found: Config, expected: Config) -> None:

@@ -184,6 +184,28 @@ runpy.run_module("tightfit", run_name="__main__")
 """
 
 
+OUT_OF_MEMORY_ALONE = """
+import json, os, runpy, sys
+from contextlib import nullcontext
+from injected_out_of_memory import OutOfMemoryAt
+from tightfit.training import stepper
+
+own, calls, wanted = stepper.forward_backward, [], json.loads(sys.argv[1]).get(os.environ["RANK"], {})
+
+
+def failing(*arguments, **options):
+    calls.append(1)
+    at = wanted.get(str(len(calls)))
+    with nullcontext() if at is None else OutOfMemoryAt(at):
+        return own(*arguments, **options)
+
+
+stepper.forward_backward = failing
+sys.argv = ["tightfit", "train", *sys.argv[2:]]
+runpy.run_module("tightfit", run_name="__main__")
+"""
+
+
 # From the third step on, a rank may have so many bytes more than it has.
 LIMITED = """
 import json, os, resource, runpy, sys
@@ -291,6 +313,28 @@ def test_a_resumed_run_of_ranks_goes_on_with_the_tighter_plan(nursery: Nursery, 
     assert corrections(config) == learnt
     result = json.loads((Path(config.output.folder) / "result.json").read_text())
     assert (result["resumed_from"], result["predicted_peak_bytes"]) == (4, learnt["bound_bytes"])
+
+
+@pytest.mark.keeps("resumed-run-ranks-begins")
+@pytest.mark.slow  # three trainings and a plan
+def test_a_rank_that_alone_has_a_tighter_plan_says_so_and_is_resumed_with_it(nursery: Nursery, tmp_path: Path):
+    """Under DDP, where each rank recovers by itself."""
+    sections = {"memory": {"levers": ["recompute"]}, "training": {"schedule": "constant", "max_steps": 6}}
+    whole = training(tmp_path, **sections)
+    assert nursery.train_ranks(whole, 2).codes == [0, 0]
+    config = at(whole, "failing")
+    ended = run_out_of_memory(config, 2, {"1": {2: 100}}, "training.max_steps=4", script=OUT_OF_MEMORY_ALONE)
+    assert ended.returncode == 0, ended.stderr
+    said = [line for line in (ended.stdout + ended.stderr).splitlines() if "runs again with a tighter plan" in line]
+    assert len(said) == 1, said
+    assert "rank 1: step 2: out of memory" in said[0]
+    of_first, learnt = (corrections(config, rank) for rank in range(2))
+    assert (of_first["failures"], of_first["plan"]) == (0, None)
+    assert learnt["failures"] == 1
+    again = run_out_of_memory(config, 2, {}, "--resume", script=OUT_OF_MEMORY_ALONE)
+    assert again.returncode == 0, again.stderr
+    assert_equal(config, whole)
+    assert [corrections(config, rank) for rank in range(2)] == [of_first, learnt]
 
 
 def assert_one_error(ended: subprocess.CompletedProcess[str], line: str) -> None:

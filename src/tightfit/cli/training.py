@@ -10,7 +10,6 @@ import typer
 from tightfit.cli import options
 from tightfit.cli.asking import columns
 from tightfit.cli.ending import ends_in_order
-from tightfit.cli.together import is_silent
 from tightfit.names import PAGE, PICTURE, PLAN
 
 if TYPE_CHECKING:
@@ -47,9 +46,6 @@ def train(
         from tightfit.cli.progress import ProgressReporter
         from tightfit.training.api import train as run
 
-        if is_silent():
-            run(config, options.on_device(overrides, device), resume=resume)
-            return
         reporter, said = ProgressReporter(), options.on_device(overrides, device)
         try:
             with reporter:

@@ -40,7 +40,8 @@ def train(
     Args:
         config: The path of a YAML file, or a `Config`.
         overrides: Texts `key=value`, laid over the configuration.
-        reporter: The object that is told how the training goes.
+        reporter: The object that is told how the training goes. Of several ranks, only rank 0's is told all; another's
+            is told by `on_note` what befalls its rank.
         resume: Go on from the newest intact checkpoint of the folder, bit for bit as if the training had never ended;
             without a checkpoint, begin. The result of a finished run is returned as it stands, unless
             `training.max_steps` is larger now. Only that, logging, `checkpoint.*`, `memory.*`, device and threads may
@@ -89,7 +90,8 @@ def run_training(
     with ranks_of(settings) as ranks:
         if ranks.is_several and type(purpose) is not Purpose:
             raise ConfigError(f"{purpose.name} runs in one process, and torchrun started {ranks.size}: start one")
-        folder, reporter = folder_of(settings, ranks), (reporter if ranks.is_first else None) or SilentReporter()
+        folder, own = folder_of(settings, ranks), reporter or SilentReporter()
+        reporter = own if ranks.is_first else SilentReporter()
         claimed = folder.claimed(overwrite=settings.output.overwrite, resume=resume)
         tracked = TrackingReporter(reporter, settings, folder) if ranks.is_first else nullcontext(reporter)
         with claimed as is_locked, threads(settings.training.num_threads), tracked as reporter:
@@ -98,7 +100,8 @@ def run_training(
                 reporter.on_note(f"{where}: see that no other training writes there")
             with ranks.first_goes_ahead():
                 earlier = look_back(settings, folder, reporter) if resume else Earlier()
-            run = TrainingRun(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks)
+            note = reporter.on_note if ranks.is_first else lambda line: own.on_note(f"rank {ranks.rank}: {line}")
+            run = TrainingRun(settings, folder, reporter, interrupt, earlier.checkpoint, purpose, ranks, note)
             try:
                 result = earlier.finished or run.run()
             except CannotFit as error:

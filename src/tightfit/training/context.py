@@ -15,7 +15,7 @@ from tightfit.planner.step_figures import fingerprint
 from tightfit.training.buckets import Bucket
 from tightfit.training.checkpoint.stored import Checkpoint
 from tightfit.training.config import Config
-from tightfit.training.corrections import Corrections
+from tightfit.training.corrections import Corrections, corrections_of
 from tightfit.training.data.prepare import PreparedData
 from tightfit.training.fitting import Fit, fit_of
 from tightfit.training.loop import StepHistory
@@ -97,8 +97,8 @@ class Context:
             reporter.on_note(f"equal to rounding, no longer to the bit, from here on: {', '.join(changed)}")
         return StepHistory(**stored["counts"])
 
-    def corrections(self, checkpoint: Checkpoint | None, fitted: Fit | None) -> Corrections:
-        """The corrections that the training had learnt until the checkpoint; none where the plan that it began with is
+    def corrections(self, checkpoint: Checkpoint | None, fitted: Fit | None, rank: int) -> Corrections:
+        """The corrections that a rank had learnt until the checkpoint; none where the plan that it began with is
         not gone on with, or where the device or the section `memory` is another now.
         """
         if checkpoint is None or not self._is_same(checkpoint):
@@ -106,8 +106,8 @@ class Context:
         if fitted is None and PLAN in checkpoint.manifest.files:
             return Corrections()
         try:
-            return Corrections.from_dict(checkpoint.record["corrections"])
-        except (KeyError, TypeError, ValueError):  # of another version
+            return corrections_of(checkpoint.record["corrections"], rank)
+        except (LookupError, TypeError, ValueError):  # of another version
             return Corrections()
 
     def _is_same(self, checkpoint: Checkpoint) -> bool:

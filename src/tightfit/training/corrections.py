@@ -2,11 +2,13 @@
 need not fail again.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from tightfit.planner.plans import Plan
+from tightfit.ranks.processes.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,14 @@ class Corrections:
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """From what `to_dict` gave. Raises `TypeError` and `ValueError` for anything else."""
         return cls(**{**raw, "plan": None if raw["plan"] is None else Plan.from_dict(raw["plan"])})
+
+
+def corrections_of_all(ranks: Ranks, own: Corrections) -> list[dict[str, Any]]:
+    """The corrections of all ranks, in their order, as JSON: under DDP each learns by itself."""
+    return [json.loads(content) for content in ranks.gathered(json.dumps(own.to_dict()).encode())]
+
+
+def corrections_of(stored: Any, rank: int) -> Corrections:
+    """Those of one rank, from the JSON of all. Raises `LookupError`, `TypeError` or `ValueError` for anything else."""
+    # Checkpoints of before have one rank's alone.
+    return Corrections.from_dict(stored if isinstance(stored, dict) else stored[rank])

@@ -30,7 +30,7 @@ from tightfit.training.joining import CANNOT_FIT, agree
 from tightfit.training.objective import on_device
 from tightfit.training.recovery.catching import Failure, caught, insist
 from tightfit.training.recovery.tightening import next_plan, run_until_it_fits, tighter
-from tightfit.training.recovery.update import UpdateGuard, carry_out
+from tightfit.training.recovery.update import FINISHED, UpdateGuard, carry_out
 from tightfit.training.slowdown import Pace, TimedStep
 from tightfit.training.stepper import StepMeasured, StepOutcome, Stepper, StepUnderWay
 from tightfit.units import format_bytes
@@ -181,10 +181,7 @@ class RecoveringStepper(Stepper):
             self._failed = number
             if not self.corrections.one_by_one:
                 self.corrections = replace(self.corrections, one_by_one=True)
-                self.note(
-                    f"step {number}: {failure} in the optimizer's step; it goes on where it stopped, one parameter at "
-                    "a time from now on: the same bits with less memory"
-                )
+                self.note(f"step {number}: {failure}{FINISHED}")
 
         carry_out(guard, step.update, self.device, single=self.corrections.one_by_one, failed=failed)
 

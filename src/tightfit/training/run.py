@@ -60,6 +60,7 @@ class TrainingRun:
     checkpoint: Checkpoint | None
     purpose: Purpose
     ranks: Ranks
+    note: Callable[[str], None]  # told what befalls this rank, whichever it is: `reporter` is rank 0's alone
 
     def run(self) -> TrainResult | None:
         """All that is left to do. None where a signal came before the first step was made: then nothing is in the
@@ -88,7 +89,7 @@ class TrainingRun:
             files.demand_room(self.folder)
         with self.interrupt:
             files.write_beginning(self.folder, is_resumed=checkpoint is not None)
-            corrected = ready.context.corrections(checkpoint, ready.stored).plan
+            corrected = ready.context.corrections(checkpoint, ready.stored, ranks.rank).plan
             in_force = fitted if corrected is None else fit_of(corrected, model, ready.own, ready.device)
             if whole is None and not in_force.streams:  # else the card need not have room for all weights
                 model.to(ready.device.kind)
@@ -106,7 +107,7 @@ class TrainingRun:
                     # So dropout's numbers do not depend on what was planned before.
                     seed_generators(config.training.seed, ranks.rank)
                 else:
-                    stepper.corrections = ready.context.corrections(checkpoint, ready.stored)
+                    stepper.corrections = ready.context.corrections(checkpoint, ready.stored, ranks.rank)
                     self._restore(stepper, checkpoint, record)
                 evaluate = self._validation(ready, levers)
                 with self._saver(stepper, ready, evaluate) as saver:
@@ -180,14 +181,14 @@ class TrainingRun:
         if whole is not None:
             # Weights and activations are cast by FSDP2, not by autocast.
             parts |= {"settings": StepSettings("fp32", training.grad_clip), "micro_batches_for": None}
-            found = {"planned_bytes": fitted.planned.peak_bytes, "note": self.reporter.on_note, "frozen": whole.frozen}
+            found = {"planned_bytes": fitted.planned.peak_bytes, "note": self.note, "frozen": whole.frozen}
             plans = self._tighter_plans(ready, levers, whole, parts["loss"]) if memory.recover else None
             return ShardedStepper(**parts, **found, recovers=memory.recover, plans=plans)
         if not memory.recover:
             return Stepper(**parts)
         planner = StepPlanner(model, parts["loss"], ready.own, ready.device, ready.longest)
-        note, slowdown = self.reporter.on_note, memory.max_slowdown
-        return RecoveringStepper(**parts, levers=levers, planner=planner, note=note, max_slowdown=slowdown)
+        slowdown = memory.max_slowdown
+        return RecoveringStepper(**parts, levers=levers, planner=planner, note=self.note, max_slowdown=slowdown)
 
     def _tighter_plans(
         self, ready: Prepared, levers: LeversInForce, whole: WholeModel, loss: Objective

@@ -1,6 +1,6 @@
 """Checkpoints of a training, when they are due and when a signal ends it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,6 +9,7 @@ from tightfit.training.checkpoint.background import BackgroundSaver
 from tightfit.training.checkpoint.store import Checkpoints
 from tightfit.training.checkpoint.tensors import copy_bytes
 from tightfit.training.config.schema import CheckpointConfig
+from tightfit.training.corrections import corrections_of_all
 from tightfit.training.loop import StepHistory
 from tightfit.training.reporter import Reporter
 from tightfit.training.sharded.saving import ShardedCheckpoints
@@ -73,19 +74,22 @@ class Saver:
         if not ranks.any(self.saved != record.steps):  # rank 0 alone knows that a save has failed
             return
         state, score = self.stepper.state.capture(), None if now else self._score(record)
+        corrections = corrections_of_all(ranks, self.stepper.corrections)
         if ranks.is_first or self._is_of_all:
-            self._write(record, state, score, now=now)
+            self._write(record, state, score, corrections, now=now)
         else:
             self.saved = record.steps
 
-    def _write(self, record: StepHistory, state: State, score: float | None, *, now: bool) -> None:
+    def _write(
+        self, record: StepHistory, state: State, score: float | None, corrections: Sequence[Any], *, now: bool
+    ) -> None:
         try:
             beside = {
                 **self.context,
                 **state.record,
                 "counts": record.to_dict(),
                 "metrics_bytes": self.folder.size_on_disk(METRICS),
-                "corrections": self.stepper.corrections.to_dict(),
+                "corrections": corrections,
                 BEST: score,
             }
             if self._background is None or now:

@@ -25,6 +25,10 @@ from tightfit.optim.offloaded import MASTER
 from tightfit.runtime.operators import flat, instances, traits_of, written_arguments
 from tightfit.training.recovery.catching import TRIES, Failure, caught
 
+FINISHED = (  # after the words of the failure
+    " in the optimizer's step; it goes on where it stopped, one parameter at a time from now on: the same bits with "
+    "less memory"
+)
 # Optimizers whose step is a function of weight, gradient and state, parameter by parameter, in operators that
 # PyTorch sees. bitsandbytes writes through addresses, and torchao through compiled kernels.
 FINISHABLE = (

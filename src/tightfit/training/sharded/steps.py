@@ -35,7 +35,7 @@ from tightfit.training.objective import VALID_TOKENS, WHOLE_ROWS, Objective, cou
 from tightfit.training.recovery.catching import TRIES, Failure, caught, insist
 from tightfit.training.recovery.step_state import StepState
 from tightfit.training.recovery.tightening import run_until_it_fits
-from tightfit.training.recovery.update import UpdateGuard, carry_out
+from tightfit.training.recovery.update import FINISHED, UpdateGuard, carry_out
 from tightfit.training.sharded.tightening import TighterPlans, failures_of_all
 from tightfit.training.stepper import StepOutcome, Stepper, StepUnderWay, without_labels
 
@@ -53,7 +53,7 @@ class ShardedStepper(Stepper):
     """A stepper of one rank of FSDP2. `planned_bytes` is the predicted peak of the step that it begins with.
 
     With `recovers`, an update that runs out of memory is finished; with `plans`, a step is undone and run again under a
-    tighter one. Mutable: `one_by_one`, and what it has learnt (`corrections`).
+    tighter one. Mutable: what it has learnt (`corrections`).
     """
 
     planned_bytes: int = field(default=0, kw_only=True)
@@ -61,7 +61,6 @@ class ShardedStepper(Stepper):
     plans: TighterPlans | None = field(default=None, kw_only=True)
     note: Callable[[str], None] = field(default=lambda line: None, kw_only=True)
     corrections: Corrections = field(default_factory=Corrections, kw_only=True)
-    one_by_one: bool = field(default=False, init=False)  # the update, since its memory ran out once
     is_sharded = True
 
     def __post_init__(self) -> None:
@@ -188,7 +187,8 @@ class ShardedStepper(Stepper):
         self.corrections = replace(self.corrections, **learnt, failures=self.corrections.failures + 1)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # the peak is the new plan's
-        self.note(plans.words(failures, number, before))
+        if self.ranks.is_first:  # for all
+            self.note(plans.words(failures, number, before))
         self._state.put_back_random()
         return before
 
@@ -196,14 +196,12 @@ class ShardedStepper(Stepper):
 
     def _updated(self, step: StepUnderWay, number: int) -> None:
         def failed(failure: Failure) -> None:
-            if not self.one_by_one:
-                self.one_by_one = True
-                self.note(
-                    f"step {number}: rank {self.ranks.rank} is {failure} in the optimizer's step; it goes on where it "
-                    "stopped, one parameter at a time from now on: the same bits with less memory"
-                )
+            if not self.corrections.one_by_one:
+                self.corrections = replace(self.corrections, one_by_one=True)
+                self.note(f"step {number}: {failure}{FINISHED}")
 
-        carry_out(UpdateGuard(self.optimizer), step.update, self.device, single=self.one_by_one, failed=failed)
+        single = self.corrections.one_by_one
+        carry_out(UpdateGuard(self.optimizer), step.update, self.device, single=single, failed=failed)
 
 
 class _ShardedStep(StepUnderWay):
