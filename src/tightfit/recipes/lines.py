@@ -18,7 +18,7 @@ FOLDER = "FOLDER"  # stands for the folder of a model
 
 
 @dataclass(frozen=True)
-class Lines:
+class CodeLines:
     """The lines that change a training. `python` ends with the plan; `statements` are those before it.
 
     `overrides` change a configuration where it is used, as `key=value` behind its name.
@@ -196,7 +196,7 @@ def lines_for(
     levers: Sequence[str] | None = None,
     device: str | None = None,
     world: World | None = None,
-) -> Lines:
+) -> CodeLines:
     """The lines for a recipe in the place of another one, with a plan within `budget`.
 
     `levers` are the names that the plan may use, where they are others than before. `device` is the key of another
@@ -223,7 +223,7 @@ def lines_for(
     changed = sections if levers is None else {**sections, "memory": {"levers": memory["levers"]}}
     keywords = (f", {_keywords(arguments)}" if arguments else "") + keywords_of(world)
     plan = f'plan = tightfit.plan(model, batch, "{budget}"{keywords})'
-    return Lines(
+    return CodeLines(
         python="; ".join(["import tightfit", *statements, plan]),
         yaml=yaml_of({**sections, "memory": memory}),
         flags=" ".join(flags),

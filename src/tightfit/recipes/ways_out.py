@@ -31,7 +31,7 @@ from tightfit.recipes import neighbours
 from tightfit.recipes.batches import length_of, shortened, with_rows
 from tightfit.recipes.choices import EXTRAS, install_line, installed, least_bytes, least_bytes_of_rank, missing_packages
 from tightfit.recipes.lines import (
-    Lines,
+    CodeLines,
     change_in_words,
     in_short,
     keywords_of,
@@ -461,7 +461,7 @@ class Finder:
         changes = "shorter sequences" if is_length else "a smaller batch"
         flags = f"--seq-len {number}" if is_length else f"--batch-size {number}"
         yaml = yaml_of({**sections, "memory": {"budget": budget}})
-        lines = Lines(python=python, yaml=yaml, flags=flags, overrides=overrides_of(sections))
+        lines = CodeLines(python=python, yaml=yaml, flags=flags, overrides=overrides_of(sections))
         return self.way(name, "size", changes, search, found, lines)
 
     def of_card(self, key: str, recipe: Recipe, levers: frozenset[str], search: Search, found: Candidate) -> WayOut:
@@ -473,7 +473,7 @@ class Finder:
         changes = recipe.changes if recipe != self.recipe else "another device"
         return self.way(" + ".join(words), "device", changes, search, found, lines)
 
-    def way(self, name: str, kind: Kind, changes: str, search: Search, found: Candidate, lines: Lines) -> WayOut:
+    def way(self, name: str, kind: Kind, changes: str, search: Search, found: Candidate, lines: CodeLines) -> WayOut:
         return WayOut(
             name=name,
             kind=kind,

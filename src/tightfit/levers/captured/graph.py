@@ -22,7 +22,7 @@ from tightfit.levers.captured.partition import (
     sources_of_gradients,
 )
 from tightfit.levers.captured.program import write_backward, write_forward
-from tightfit.levers.captured.straight import Parts, Program, TensorLike, straight
+from tightfit.levers.captured.straight import Program, ProgramParts, TensorLike, straight
 from tightfit.levers.captured.views import join_views
 from tightfit.levers.recompute.policy import Policy
 from tightfit.runtime.internals import (
@@ -135,7 +135,7 @@ class Assembly:
         self.used_up: tuple[int, ...] = ()  # places of saved tensors into which backward may write
         self.cast = cast  # places of weights that autocast may cast
         self.backward: Program | None = None
-        self.found: Parts | None = None
+        self.found: ProgramParts | None = None
         self.returns = 0
         self.tangents: tuple[TensorLike, ...] = ()
         self.joint: Joint | None = None
@@ -211,7 +211,7 @@ class Assembly:
             saved = results[self.returns :]
             cycles = tuple(place for place, node in enumerate(saved) if is_view(node) and base_of(node) in returned)
             count = len(module.graph.find_nodes(op="placeholder"))
-            self.found = Parts(
+            self.found = ProgramParts(
                 program,
                 self.backward,
                 count,

@@ -36,7 +36,7 @@ class TensorLike(NamedTuple):
 
 
 @dataclass
-class Parts:
+class ProgramParts:
     """The programs of one captured graph."""
 
     forward: Program
@@ -51,7 +51,7 @@ class Parts:
     sources: tuple[frozenset[int] | None, ...] = ()  # for each returned gradient the tangents that it depends on
 
 
-def straight(parts: Parts, call: RecordedCall, *, under_autocast: bool) -> Callable[..., Any]:
+def straight(parts: ProgramParts, call: RecordedCall, *, under_autocast: bool) -> Callable[..., Any]:
     """A function of the graph's inputs that returns its results."""
     first, given = len(call.written), dict(call.inputs)
     returns = first + len(call.differentiable)
