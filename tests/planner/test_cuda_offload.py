@@ -7,12 +7,14 @@ import pytest
 import tightfit
 from tightfit.devices.figures import copy_rates
 from tightfit.devices.present import lookup
-from tightfit.errors import LeverError
+from tightfit.errors import CannotFit, LeverError
+from tightfit.levers.offload.lever import INPUTS_ONLY
 from tightfit.levers.recompute.policy import OFFLOAD_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.levers import Combination, Offload
 from tightfit.planner.request import Request, Tracer
+from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.tracing.copies import AWAY, BACK, WAIT
 
 BLOCKS = [f"layers.{i}" for i in range(6)]
@@ -73,6 +75,24 @@ def test_a_plan_for_a_card_offloads_where_copies_hide_and_is_never_slower_for_be
             assert allowed.planned.step_seconds < without.planned.step_seconds
             assert "to pinned host memory." in str(allowed)
             assert "offloaded: its input" in str(allowed)
+
+
+@pytest.mark.slow  # two searches in which nothing fits at first
+def test_the_least_that_a_plan_reaches_holds_little_that_is_on_its_way_to_the_host():
+    """Behind the last block stands a wide head: all that the blocks still send away lies beside its logits."""
+    shape = DecoderConfig(hidden_size=256, num_layers=12, num_heads=4, vocab_size=12_000, max_position_embeddings=1024)
+    wide, tokens = tightfit.build_dry(lambda: Decoder(shape)), tightfit.TokenBatch(4, 1024, 12_000)
+    how = {"device": "h200", "precision": "bf16", "optimizer": "sgd", "levers": ["recompute", "offload"]}
+    with pytest.raises(CannotFit) as raised:
+        tightfit.plan(wide, tokens, 1, **how)
+    request = Request.of(wide, tokens, **how).checked()
+    expected = (
+        Tracer(request).whole(Combination(), dict.fromkeys((f"layers.{i}" for i in range(12)), INPUTS_ONLY)).peak_bytes
+    )
+    assert raised.value.least_bytes <= expected + UNSEEN_BYTES
+    plan = tightfit.plan(wide, tokens, raised.value.least_bytes, **how)
+    assert plan.peak_bytes <= expected
+    assert all(choice.offloads_inputs and not choice.offloaded for choice in plan.choices)
 
 
 def test_a_plan_is_not_applied_where_the_host_has_less_memory_than_it_needs(model, batch, monkeypatch):

@@ -15,7 +15,7 @@ from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.planner.blocks.find import find_blocks, modules_left_out
 from tightfit.planner.blocks.pricing import Priced, price
 from tightfit.planner.blocks.solve import least_peak, solve
-from tightfit.planner.levers import Combination, Lever, PlainStep, Recompute, Role, lever_types
+from tightfit.planner.levers import Combination, Lever, Offload, PlainStep, Recompute, Role, lever_types
 from tightfit.planner.records import DeviceRoom, Rejected
 from tightfit.planner.request import Request, Tracer, lacking, optimizer_peak, plain_step
 from tightfit.planner.search.candidates import (
@@ -386,6 +386,17 @@ class Search:
             if self.excess(least) <= 0:
                 room = self.budget_bytes - least.needed_bytes
                 self.take_within(solution.peak_bytes + room, combination, priced, [solution.choice])
+            elif self.request.device.kind == "cuda" and Offload in self.of_role(Role.INSIDE_BLOCKS):
+                self.take_inputs_offloaded(combination, least)
+
+    def take_inputs_offloaded(self, combination: Combination, least: Candidate) -> None:
+        """Consider that all blocks offload their inputs and nothing else, where that takes less than `least`."""
+        # What a card sends away is held until its copy has ended: as much as the block that sends most. Prices of
+        # single blocks do not show that.
+        policies = dict.fromkeys(self.paths, Offload.frugal_policy(self.request.levers))
+        part = self.tracer.part(combination, policies, self.plain)
+        if max(part.peak_bytes, self.fixed_bytes(part)) < least.peak_bytes:
+            self.consider(self.trace_applied(combination, policies), f"{combination}, inputs of blocks offloaded")
 
     def gap_seconds(self, candidate: Candidate) -> float:
         """Seconds by which another choice inside blocks may be faster than the best candidate. Zero if every choice was
