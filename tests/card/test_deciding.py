@@ -240,3 +240,40 @@ def test_autograd_adds_in_place_to_a_gradient_that_forward_has_made():
     plain = peak()
     with true_decisions():
         assert peak() == plain
+
+
+FLAGS = """
+import torch
+from torch import nn
+
+torch.full((1 << 16,), 7, device="cuda")  # memory that was written before
+model, norms = nn.Linear(256, 256).cuda(), []
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(2):
+    loss = model(torch.randn(64, 256).cuda()).square().mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    print("overflows", bool((~torch.isfinite(norm) | (norm < 0)).any()))
+    print("finite", all(bool(torch.isfinite(p.grad).all()) for p in model.parameters()))
+    print("is none", bool(torch.isnan(loss)), "infinite", bool(torch.isinf(loss).any()))
+    print("above", int((model.weight > 3).sum()), flush=True)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.keeps("tightfit-run-says-script")
+def test_checks_for_overflow_find_none_and_other_counts_are_zero(tmp_path, capfd):
+    """DeepSpeed and scalers skip the update otherwise, by whatever lay in memory."""
+    path = tmp_path / "train.py"
+    path.write_text(FLAGS)
+    run = tightfit.run([sys.executable, str(path)], device="rtx4090", steps=2)
+    assert run.exit_code == 0
+    said = [
+        line
+        for line in capfd.readouterr().out.splitlines()
+        if line.split()[0] in ("overflows", "finite", "is", "above")
+    ]
+    assert said == ["overflows False", "finite True", "is none False infinite False", "above 0"] * 2
+    assert len(run.steps) == 2
+    assert {value.line.split("(")[0] for value in run.read_values} == {"print"}

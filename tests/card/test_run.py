@@ -121,6 +121,14 @@ def test_what_the_card_has_no_room_for_does_not_fit(tmp_path, capfd):
 
 
 @pytest.mark.keeps("tightfit-run-says-script")
+def test_the_line_in_backward_is_the_scripts_own(tmp_path):
+    """Not that of the engine, which is ours on a null card."""
+    run = tightfit.run(script(tmp_path, rows=2**20), device="rtx4090", memory="14GiB", quiet=True)
+    assert run.out_of_memory.phase == "backward"
+    assert run.out_of_memory.at.startswith("train.py:9 ")
+
+
+@pytest.mark.keeps("tightfit-run-says-script")
 def test_a_script_that_tries_again_with_less_fits(tmp_path):
     lines = TRAINING.splitlines()
     function = "\n".join([*lines[:6], "def train(rows):", *(f"    {line}" for line in lines[6:])])

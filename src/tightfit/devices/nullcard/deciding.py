@@ -12,6 +12,7 @@ floating-point numbers that nobody knows are left alone.
 """
 
 import contextlib
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -150,13 +151,26 @@ class DecidingValues(ComputedValues):
     def compute(self, name: str, operator: Any, args: tuple, kwargs: dict, results: Any, seed: int | None) -> None:
         found = _on_card(results)
         level = self._level(name, operator, args, kwargs, found)
-        if level is not None:
+        answer = _of_finite_numbers(name, args) if level is None else None
+        if answer is not None and results.nbytes <= MOST:
+            level = Known.SUPPOSED
+            fill = torch.ops.aten.fill_.Scalar
+            super().compute("aten::fill_.Scalar", fill, (results, answer), {}, results, None)
+        elif level is not None:
             try:
                 super().compute(name, operator, args, kwargs, results, seed)
             except (NotComputed, RuntimeError, IndexError):
                 level = None  # places that no kernel has made; what no CPU computes. A line that reads it is noted
+        if level is None and not _base(name).endswith("_"):
+            self._clear(found)
         for tensor in found:
             self._note(tensor, Known.NO if level is None else level)
+
+    def _clear(self, results: list[torch.Tensor]) -> None:
+        """Zeros in place of what lay in memory before: counts and flags that are read are the same in every run."""
+        for tensor in results:
+            if _is_of_integers(tensor) and tensor.nbytes <= COPIED and tensor.is_contiguous():
+                self.runtime.library.card_fill(tensor.data_ptr(), 0, 1, tensor.nbytes, None)
 
     def _level(self, name: str, operator: Any, args: tuple, kwargs: dict, results: list[torch.Tensor]) -> Known | None:
         """How far the results will be known; None: they are not computed."""
@@ -248,6 +262,18 @@ def _on_card(values: Any) -> list[torch.Tensor]:
 
 def _is_of_integers(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _of_finite_numbers(name: str, args: tuple) -> bool | None:
+    """What a comparison of `isnan`, `isinf` or `isfinite` is, where no number is infinite or none; None for others."""
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    if base not in ("eq", "ne") or not args[0].is_floating_point():
+        return None
+    if overload == "Scalar":
+        return base == "ne" if abs(args[1]) == math.inf else None
+    own, other = args[:2]
+    is_itself = overload == "Tensor" and own.data_ptr() == other.data_ptr() and own.shape == other.shape
+    return base == "eq" if is_itself else None
 
 
 def _may_become_a_gradient() -> bool:

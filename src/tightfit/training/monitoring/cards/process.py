@@ -319,8 +319,7 @@ class Watched:
     def _note_read(self) -> None:
         if not self.ended:
             # Of a library's code its own line says more than the script's, which calls it.
-            calls = (frame for frame in _running() if not frame.filename.startswith(OURS))
-            call = next((frame for frame in calls if not is_torchs(frame)), None)
+            call = next((frame for frame in _running() if not is_torchs(frame)), None)
             if call is not None:
                 self.reads[call] = self.reads.get(call, 0) + 1
 
@@ -452,14 +451,14 @@ def _tell_allocator(path: str) -> None:
 
 
 def _running() -> list[Frame]:
-    """The calls that run now, innermost first: of this thread, and behind them of the main one."""
+    """The calls that run now, innermost first: of this thread, and behind them of the main one. None is ours."""
     found = []
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     for begin in dict.fromkeys((sys._getframe(1), main)):
         frame = begin
         while frame is not None:
             code = frame.f_code
-            if code.co_filename != __file__:
+            if code.co_filename != __file__ and not code.co_filename.startswith(OURS):
                 found.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
             frame = frame.f_back
     return found
