@@ -84,6 +84,30 @@ def test_a_tile_that_draws_random_numbers_draws_the_same_in_backward():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given
+def test_a_compiled_block_runs_its_tiles_as_they_are_written():
+    def drop(part):
+        compiled.append(torch.compiler.is_compiling())
+        return nn.functional.dropout(part, 0.5)
+
+    def forward(x):
+        return tiled(drop, x * 2, 4, []) + 1
+
+    def output_and_gradient(function):
+        torch.manual_seed(0)
+        x = torch.randn(2, 12, 8, requires_grad=True)
+        output = function(x)
+        return output, *torch.autograd.grad(output.sum(), x)
+
+    compiled = []
+    plain = output_and_gradient(forward)
+    made = output_and_gradient(torch.compile(forward, backend="eager"))
+    assert len(compiled) == 2 * 2 * 3, "three tiles in forward and in backward, plain and compiled"
+    assert not any(compiled)
+    assert all(map(torch.equal, made, plain))
+
+
 class TwoBiases(nn.Module):
     """Autograd gives both biases one and the same gradient."""
 
