@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import psutil
+import pytest
 from forked_ranks import RanksEnded, command, run_ranks
 
 TIMES = ("tokens_per_second", "seconds", "memory_bytes", "measured_step_seconds", "measured_peak_bytes",
@@ -163,7 +166,6 @@ class _Trainings:
     """
 
     def __init__(self) -> None:
-        import pytest
         import torch._dynamo  # noqa: F401 - PyTorch's optimizers import it when the first of them is made
         from made_up_fits import leave_out_predictions, made_up_fit
 
@@ -192,7 +194,8 @@ class _Trainings:
             fitted = None
             # A plan of ranks is made by the first of them.
             if not of_ranks or config.memory.budget is None:
-                fitted = self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
+                with _nothing_profiled():
+                    fitted = self._fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
             self._known[key] = data, fitted
         data, fitted = self._known[key]
         self._purpose.prepare_data = lambda *_, **__: data
@@ -204,6 +207,17 @@ class _Trainings:
         from tightfit.training.config import parse_config
 
         train(parse_config(raw), resume=resume)
+
+
+@contextmanager
+def _nothing_profiled() -> Iterator[None]:
+    """A context in which predictions measure nothing with profiles: Kineto starts a thread that stays, and a fork would
+    not take it along.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("memory.process", "tracing.cpu_temporaries"):
+            patch.setattr(f"tightfit.{place}.cpu_rise", lambda step: step() or 0)
+        yield
 
 
 def _serve() -> None:
