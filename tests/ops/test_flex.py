@@ -164,6 +164,7 @@ def test_a_cpu_takes_the_chunks():
     assert "amax" in log.names
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler, where it is first loaded
 @pytest.mark.slow  # compiles a kernel of the CPU, some 20 s
 def test_the_compiled_kernel_of_the_cpu_reads_the_blocks_as_we_do():
     q, k, v = (t.repeat(1, 1, 1, 2) for t in sample())
