@@ -31,6 +31,15 @@ def joined(part: StepTrace, update: StepTrace, *, on_cuda: bool) -> StepTrace:
 
 def _states(update: StepTrace) -> list[StorageRecord]:
     """The tensors that the optimizer holds when a step begins: its states, and tables and generators of its own."""
+    return [s for s in _not_made(update) if s.died is None or s.category is Category.OPTIMIZER_STATE]
+
+
+def _met(update: StepTrace) -> list[StorageRecord]:
+    """Tensors that no operator makes and that die in the phase, such as the number 1 that foreach updates add."""
+    return [s for s in _not_made(update) if s.died is not None and s.category is not Category.OPTIMIZER_STATE]
+
+
+def _not_made(update: StepTrace) -> list[StorageRecord]:
     others = (Category.PARAMETER, Category.GRADIENT)
     existed = (s for s in update.storages if s.operator is None and s.category not in others and s.died != 0)
     return [s for s in existed if s.dtype]  # memory that is reserved without a tensor is in the other trace too
@@ -54,6 +63,8 @@ def _one_after_the_other(part: StepTrace, update: StepTrace) -> StepTrace:
         for s in update.storages
         if s.operator is not None
     ]
+    # A tensor is met before the operator that reads it, so that of the first one comes after the last one of backward.
+    made += [_later(s, count)._replace(born=count + (s.born or -1)) for s in _met(update)]
     left = sum(s.bytes for s in part.storages if s.died is None)
     shift = left - (update.starts[0] - states) if update.starts else 0
     return replace(
