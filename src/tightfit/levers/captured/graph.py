@@ -33,6 +33,10 @@ from tightfit.runtime.internals import (
     sums_of_autograd,
 )
 
+# Python's operators that write into their first operand, and methods that do so and do not round.
+WRITING = frozenset({operator.imul, operator.itruediv, operator.ipow, operator.imatmul})
+EXACT = frozenset({"add_", "sub_", "copy_", "zero_", "fill_", "neg_", "conj_physical_", "requires_grad_", "detach_"})
+
 
 class CapturedGraph:
     """A graph of dynamo, captured under the policies of the blocks that run it. A backend of `torch.compile` makes it.
@@ -124,6 +128,23 @@ def demand_no_settings(graph: Any) -> None:
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name.startswith(("set_", "_enter_inference_mode")):
             raise CompileError(f"it calls {name.removeprefix('_enter_')}")
+        if is_complex_in_place(node):
+            raise CompileError(f"{called_name(node)} computes complex numbers in place, which rounds in its own way")
+
+
+def called_name(node: Any) -> str:
+    """The name of the function or method that a node of dynamo calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def is_complex_in_place(node: Any) -> bool:
+    """True if a node of dynamo computes complex numbers into one of its operands, unlike the graph of operators."""
+    value = node.meta.get("example_value")
+    if node.op not in ("call_function", "call_method") or not isinstance(value, torch.Tensor) or not value.is_complex():
+        return False
+    name = called_name(node)
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or node.target in WRITING or "out" in node.kwargs
+    return is_in_place and name not in EXACT
 
 
 class Assembly:
