@@ -174,7 +174,7 @@ def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> ChangedValues
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        untouched(model, batch) as attributes,
+        untouched(model, batch, loss) as attributes,
         apply_plan(plan, model) as applied,
     ):
         value = forward_backward(model, applied.parts(batch, loss), loss, plan.precision)

@@ -12,10 +12,12 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -28,7 +30,7 @@ from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, Part
 from tightfit.tracing.draws import Draws, Generators, assumed
-from tightfit.tracing.restore import random_states, untouched
+from tightfit.tracing.restore import Contents, random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 from tightfit.tracing.unbacked import is_unbacked
 
@@ -193,6 +195,7 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
     """Run samples together, then each apart. Raises `Coupled` for what needs no comparison of numbers."""
     parts = split_batch(samples, inseparable_samples(samples, loss))
     compared = _compared(model)
+    kept = partial(untouched, model, samples, loss, weights=_can_be_kept(model))
     most = max(FEW_BYTES // (8 * len(compared) * (len(parts) + 1)), LEAST_SAMPLED) if compared else SAMPLED
     numbers = partial(_numbers, model, loss=loss, compared=compared, sampled=min(SAMPLED, most))
     with (
@@ -202,16 +205,16 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of a single sample: the training warns of its own batches
-        with untouched(model) as attributes:
+        with kept() as attributes:
             before = random_states(attributes)
             whole = numbers(mapped(samples, _copied))
             has_drawn = random_states(attributes) != before
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with untouched(model):
+        with kept():
             # One after the other, as micro-batches run: what forward leaves in a buffer is there for the next.
             apart = [numbers(mapped(part, _copied)) for part in parts]
             moved = [name for name, buffer in model.named_buffers() if _differs(buffers[name], buffer)]
-    if has_drawn and _draws_matter(model, samples, numbers, whole):
+    if has_drawn and _draws_matter(kept, samples, numbers, whole):
         raise Coupled("forward or loss draw random numbers, beside dropout, and parts would draw other ones")
     if moved:
         raise Coupled(f"forward computes the buffer {moved[0]} from the whole batch, and parts would leave another one")
@@ -220,12 +223,21 @@ def try_apart(model: nn.Module, samples: Batch, loss: Loss) -> SampleLosses:
     return SampleLosses(parts, whole, apart, limits)
 
 
+def _can_be_kept(model: nn.Module) -> bool:
+    """True if the host has room for a copy of the weights, into which a forward may write (a moving average)."""
+    on_host = sum(parameter.nbytes for parameter in model.parameters())
+    return on_host <= psutil.virtual_memory().available // 4
+
+
 def _draws_matter(
-    model: nn.Module, samples: Batch, numbers: Callable[[Batch], list[torch.Tensor]], before: Sequence[torch.Tensor]
+    kept: Callable[[], AbstractContextManager[Contents]],
+    samples: Batch,
+    numbers: Callable[[Batch], list[torch.Tensor]],
+    before: Sequence[torch.Tensor],
 ) -> bool:
     """True if the loss or a gradient changes with the numbers that the random generators give."""
     for draws in Draws:
-        with untouched(model) as attributes, assumed(draws):
+        with kept() as attributes, assumed(draws):
             Generators(attributes).begin()
             try:
                 found = numbers(mapped(samples, _copied))

@@ -13,9 +13,12 @@ import numpy
 import torch
 from torch import nn
 
+from tightfit.optim.by_name import named_states
 from tightfit.runtime.internals import set_version_counters
-from tightfit.runtime.module_paths import named_modules, plain_tensors_of
+from tightfit.runtime.module_paths import named_modules, tensors_of
 from tightfit.runtime.nested import INERT, tensors_in
+from tightfit.tracing.reached import Reached
+from tightfit.tracing.unbacked import is_unbacked
 
 _MUTABLE = (dict, list, set, deque)
 _GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
@@ -48,32 +51,58 @@ def everything_restored(model: nn.Module, *tensors: torch.Tensor) -> Iterator["C
 
 
 @contextmanager
-def untouched(model: nn.Module, batch: Any = None) -> Iterator["Contents"]:
-    """A context in which the model may run. Afterwards its buffers and everything else are restored.
+def reach_restored(loss: Any, model: nn.Module) -> Iterator[None]:
+    """A context for a dry run. Afterwards nothing that a loss reaches beside the model holds a tensor without numbers:
+    attributes of a loss that is an object, variables around a function, a teacher's buffers.
 
-    With a `batch`, so are the tensors and containers of the batch, and the weights: a forward may write into them too.
+    What else its code counts or notes stays. The data of tensors is not restored here.
     """
-    inputs = list(tensors_in(batch))
-    attributes = [tensors for _, module in named_modules(model) for _, tensors in plain_tensors_of(module)]
-    others = [t for t in (*model.buffers(), *(t for tensors in attributes for t in tensors), *inputs) if _is_plain(t)]
-    weights = [p for p in model.parameters() if _is_plain(p)] if batch is not None else []
-    containers = Contents((batch,))
-    # On the host: a plan may fill the device, and the weights are the largest part of this.
-    kept = [(t, t.detach().clone()) for t in others] + [(p, p.detach().to("cpu", copy=True)) for p in weights]
-    versions = [tensor._version for tensor, _ in kept]
+    reached = Reached.of_call(loss, None)
+    own = {id(module) for _, module in named_modules(model)}
+    beside = [module.__dict__ for _, module in reached.paths_and_modules() if id(module) not in own]
+    contents = Contents((reached.values, *beside))
     try:
-        with everything_restored(model, *inputs) as attributes_before:
-            for tensor in inputs:
+        yield
+    finally:
+        for item, content in contents.contents:
+            if content_changed(item, content) and any(map(is_unbacked, tensors_in(item))):
+                put_content_back(item, content)
+        reached.put_names_back()
+
+
+@contextmanager
+def untouched(model: nn.Module, batch: Any, loss: Any, *, weights: bool = True) -> Iterator["Contents"]:
+    """A context in which a loss may run. Afterwards everything that it reaches is restored: the batch, and of the model
+    and of modules beside it (a teacher that follows the student) weights, buffers and attributes.
+
+    Without `weights`, the model's own are not kept. The value is the model's attributes of before.
+    """
+    reached = Reached.of_call(loss, batch)
+    modules = {id(module): module for _, module in (*named_modules(model), *reached.paths_and_modules())}
+    states = [state for optimizer in reached.optimizers for _, _, state in named_states(optimizer)]
+    held = [*(t for module in modules.values() for t in tensors_of(module)), *reached.tensors, *states]
+    own = {id(parameter): parameter for parameter in model.parameters()}
+    inputs = {id(t): t for t in tensors_in(batch)}
+    others = inputs | {id(t): t for t in held if id(t) not in own and _is_plain(t) and not t.is_inference()}
+    containers = Contents((batch, reached.values, *(module.__dict__ for module in modules.values())))
+    # On the host: a plan may fill the device, and the weights are the largest part of this.
+    copied = [t for t in (others | own if weights else others).values() if _is_plain(t)]
+    kept = [(t, t.detach().to("cpu", copy=True)) for t in copied]
+    versions = [tensor._version for tensor in copied]
+    try:
+        with everything_restored(model, *others.values()) as attributes_before:
+            for tensor in others.values():
                 if tensor.is_leaf:
                     tensor.grad = None
             yield attributes_before
     finally:
         containers.restore()
+        reached.put_names_back()
         with torch.no_grad():
             for tensor, content in kept:
                 if not torch.equal(tensor, content.to(tensor.device)):
                     tensor.copy_(content)
-            set_version_counters([tensor for tensor, _ in kept], versions)
+            set_version_counters(copied, versions)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -85,7 +85,7 @@ def _traced(
 ) -> StepTrace:
     """A whole step's trace, with the sums of its storages for levels."""
     held = {name: p.grad for name, p in model.named_parameters() if type(p.grad) is torch.Tensor}
-    with dry_run_of(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings) as dry:
+    with dry_run_of(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings, loss) as dry:
         if rank is not None:
             model = _joined(dry, model, rank)
         twin = _built(optimizer, model, settings)
@@ -194,7 +194,7 @@ def trace_part(
     an operator `STEPPED` that does nothing. `optimizer` is needed if it steps in backward, or moves gradients there.
     `routing` is as for `trace_step`. With a `rank` the model is its own, and is changed.
     """
-    with dry_run_of(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings) as dry:
+    with dry_run_of(model, parts, cost, executor, role, routing, modules_beside(loss), rank, settings, loss) as dry:
         if rank is not None:
             model = _joined(dry, model, rank)
             dry.ledger.reserve(state_bytes, Category.OPTIMIZER_STATE)
@@ -297,7 +297,7 @@ def trace_inference(
 
     Does not change the model, the batch or the random generators.
     """
-    with dry_run_of(model, [Part(batch, 1.0)], no_cost, NO_EXECUTOR_COST, role) as dry:
+    with dry_run_of(model, [Part(batch, 1.0)], no_cost, NO_EXECUTOR_COST, role, loss=call) as dry:
         with torch.no_grad():
             call(model, batch)
         trace = record(dry, [0, len(dry.operators)], repeats=1)

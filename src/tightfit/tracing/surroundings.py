@@ -30,10 +30,11 @@ from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import answers_of
 from tightfit.tracing.random_states import random_states_counted
 from tightfit.tracing.reading import reads_answered
+from tightfit.tracing.reassigned import memory_given_back
 from tightfit.tracing.record import Category
 from tightfit.tracing.recording import ExecutorCost, OperatorCost
 from tightfit.tracing.resizing import resizes_followed
-from tightfit.tracing.restore import everything_restored
+from tightfit.tracing.restore import everything_restored, reach_restored
 from tightfit.tracing.rules import Routing
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.streams import moves_simulated
@@ -84,8 +85,10 @@ def dry_run_of(
     beside: Sequence[nn.Module] = (),
     rank: Rank | None = None,
     settings: StepSettings | None = None,
+    loss: Any = None,
 ) -> Iterator[DryRun]:
-    """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards.
+    """A context with a dry run that has not begun yet. Everything that it touches is restored afterwards, also what the
+    loss reaches beside the model.
 
     `beside` are modules that the loss runs, whose weights exist before the step and after it. With `settings` of fp16,
     `torch.amp.GradScaler` has two numbers on a card. The model of a `rank` is not restored, and its parameters are not
@@ -105,6 +108,7 @@ def dry_run_of(
         torch.inference_mode(False),  # the caller may be in inference mode; the step is a training step
         torch.enable_grad(),
         everything_restored(lasting, *batch, *plain) as attributes,
+        reach_restored(loss, model),
         ExitStack() as restored,
         on_host(everything),
         ModuleTracker(model) as modules,
@@ -136,7 +140,7 @@ def dry_run_of(
                 operators_simulated(dry, role, model),
                 _watching_saves(ledger),
                 nullcontext() if rank is None else resizes_followed(dry),
-                nullcontext() if rank is None else rank.simulated(),
+                memory_given_back(dry) if rank is None else rank.simulated(),
             ):
                 yield dry
 

@@ -120,6 +120,7 @@ from tightfit.runtime.internals.sharded import (
     states_of_fsdp2,
 )
 from tightfit.runtime.internals.tensors import (
+    data_set_by,
     exchange,
     fake_mode_is_active,
     is_dense,
@@ -160,6 +161,7 @@ __all__ = [
     "cudnn_attention_is_preferred",
     "current_node",
     "current_stream",
+    "data_set_by",
     "decomposed",
     "default_group",
     "dispatch_is_watched",

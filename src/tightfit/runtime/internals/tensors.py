@@ -57,6 +57,32 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 @contextmanager
+def data_set_by(assigns: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """A context in which `assigns(tensor)` is called before Python code gives a tensor other memory:
+    `tensor.data = ...`.
+    """
+    kind: Any = torch.Tensor
+    inherited = torch._C.TensorBase.data
+    before = vars(kind).get("data")
+    asked = [assigns]  # emptied at the end: who copies the class's attributes meanwhile holds nothing of the caller's
+
+    def assign(self: torch.Tensor, data: torch.Tensor) -> None:
+        for each in asked:
+            each(self)
+        inherited.__set__(self, data)
+
+    kind.data = property(inherited.__get__, assign)
+    try:
+        yield
+    finally:
+        asked.clear()
+        if before is None:
+            del kind.data  # the class has its base's again
+        else:
+            kind.data = before
+
+
+@contextmanager
 def text_of_tensors_by(contents: Callable[[torch.Tensor], str | None]) -> Iterator[None]:
     """A context in which `repr` of a tensor shows the result of `contents` instead of numbers, unless that is None."""
     from torch import _tensor_str
