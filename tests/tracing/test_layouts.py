@@ -55,7 +55,9 @@ def batch_norm(x, training=True):
 def convolved(function, x, channels, width, memory_format=torch.contiguous_format):
     if x.dim() == 3:  # an image of one sample
         x = x[None]
-    weight = torch.ones(channels, x.shape[1], width, width, dtype=x.dtype).contiguous(memory_format=memory_format)
+    weight = torch.ones(channels, x.shape[1], *[width] * (x.dim() - 2), dtype=x.dtype).contiguous(
+        memory_format=memory_format
+    )
     return function(x, weight.requires_grad_(), torch.zeros(channels, dtype=x.dtype))
 
 
@@ -161,3 +163,63 @@ def test_results_for_a_gradient_of_another_layout_lie_as_a_dry_run_says(name, dt
         with Compared() as compared:
             out.backward(gradient)
         assert compared.differing == [], (of_input, of_gradient)
+
+
+IMAGES = {
+    "shuffled to pixels": lambda x: F.pixel_shuffle(x, 2),
+    "shuffled from pixels": lambda x: F.pixel_unshuffle(x, 2),
+    "shuffled by channel": lambda x: F.channel_shuffle(x, 2),
+    "pooled and back": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "made larger": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "sampled": lambda x: F.grid_sample(x, torch.zeros(len(x), 4, 5, 2), align_corners=True),
+    "leaky at random": lambda x: F.rrelu(x, training=True),
+    "a power of two": lambda x: torch.pow(2.0, x),
+    "frequencies": lambda x: torch.fft.rfft2(x).abs(),
+    "frequencies between": lambda x: torch.fft.irfft2(torch.fft.rfft2(x, dim=(1, 2)), dim=(1, 2)),
+    "all frequencies": lambda x: torch.fft.irfftn(torch.fft.rfftn(x)),
+    "complex frequencies": lambda x: torch.fft.ifftn(torch.fft.fftn(x)).real,
+    "singular vectors": lambda x: torch.linalg.svd(x, full_matrices=False)[0].abs(),
+}
+VIDEOS = {
+    "convolution": lambda x: convolved(F.conv3d, x, 6, 3),
+    "convolution of places": lambda x: convolved(F.conv3d, x, 6, 1),
+    "convolution in time": lambda x: F.conv3d(x, torch.ones(6, x.shape[1], 3, 1, 1, requires_grad=True)),
+    "convolution of channels-last weights": lambda x: convolved(F.conv3d, x, 6, 3, torch.channels_last_3d),
+    "convolution of each channel": lambda x: F.conv3d(x, torch.ones(8, 1, 3, 3, 3, requires_grad=True), groups=8),
+    "transposed convolution": lambda x: convolved(F.conv_transpose3d, x, x.shape[1], 2),
+    "batch norm": batch_norm,
+    "group norm": lambda x: F.group_norm(x, 2),
+    "pooled": lambda x: F.max_pool3d(x, 2),
+    "averaged": lambda x: F.avg_pool3d(x, 2),
+    "mirrored": lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="reflect"),
+    "edges repeated": lambda x: F.pad(x, (1, 1, 1, 1, 1, 1), mode="replicate"),
+    "rolled": lambda x: x.roll(1, 1),
+    "gated": lambda x: F.glu(x, 1),
+    "made larger": lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"),
+}
+SEQUENCES = {
+    "convolution": lambda x: F.conv1d(x, torch.ones(6, x.shape[1], 3, requires_grad=True)),
+    "convolution of each channel": lambda x: F.conv1d(
+        x, torch.ones(x.shape[1], 1, 3, requires_grad=True), groups=x.shape[1]
+    ),
+}
+SHAPES = {
+    **{f"image, {name}": (call, (3, 8, 6, 4)) for name, call in IMAGES.items()},
+    **{f"video, {name}": (call, (2, 8, 4, 6, 4)) for name, call in VIDEOS.items()},
+    **{f"sequence, {name}": (call, (3, 8, 6)) for name, call in SEQUENCES.items()},
+    **{f"sequence of numbers, {name}": (call, (3, 1, 6)) for name, call in SEQUENCES.items()},
+}
+
+
+def channels_last_3d(x):
+    return x.contiguous(memory_format=torch.channels_last_3d) if x.dim() == 5 else x
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_images_videos_and_sequences_lie_as_a_dry_run_says(name):
+    call, shape = SHAPES[name]
+    for layout, lay in {**LAYOUTS, "videos' channels last": channels_last_3d}.items():
+        x = lay(torch.randn(shape)).requires_grad_()
+        with Compared() as compared:
+            call(x).square().sum().backward()
+        assert compared.differing == [], layout

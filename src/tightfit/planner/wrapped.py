@@ -1,9 +1,10 @@
-"""Refuses models that are spread over processes, in one line that says what to do instead."""
+"""Refuses models that are spread over processes, or not complete yet, in one line that says what to do instead."""
 
 import sys
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from tightfit.errors import ModelError
 
@@ -11,9 +12,22 @@ _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def refuse_distributed(model: nn.Module, what: str) -> None:
-    """Raise `ModelError` for a model that is wrapped for several processes, or holds shards of its parameters."""
+    """Raise `ModelError` for a model that is wrapped for several processes, holds shards of its parameters, or has
+    parameters without a shape.
+    """
+    refuse_lazy(model, what)
     refuse_wrapped(model, what)
     refuse_sharded(model, what)
+
+
+def refuse_lazy(model: nn.Module, what: str) -> None:
+    """Raise `ModelError` for a model with lazy modules (`nn.LazyLinear`) that have met no batch yet."""
+    lazy = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
+    if lazy is not None:
+        raise ModelError(
+            f"{what} needs shapes, and {lazy} of a lazy module has none yet: run model(**batch) once before, under "
+            "torch.no_grad()"
+        )
 
 
 def refuse_wrapped(model: nn.Module, what: str) -> None:

@@ -329,13 +329,30 @@ def _batch_norm(operator: Any) -> Callable[..., Any]:
     return rule
 
 
+def _channels_last(x: torch.Tensor) -> torch.memory_format | None:
+    """The format of an image or a video whose channels are last in memory; None for all others."""
+    kind = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return kind if kind is not None and x.is_contiguous(memory_format=kind) and not x.is_contiguous() else None
+
+
 def _is_channels_last(x: torch.Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return _channels_last(x) is not None
 
 
 def _roll(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     found = aten.roll.default(x, *rest)
     return torch.empty_like(x) if not simulation.of_cuda and _is_channels_last(x) else found
+
+
+def _as_suggested_on_cpu(operator: Any) -> Callable[..., torch.Tensor]:
+    """The rule of an operator whose result is channels last on a CPU if its input is (`suggest_memory_format`)."""
+
+    def rule(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found = operator(x, *rest)
+        kind = None if simulation.of_cuda else _channels_last(x)
+        return found if kind is None else torch.empty_like(found, memory_format=kind)
+
+    return rule
 
 
 def _glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -391,8 +408,8 @@ def _padding(operator: Any) -> Callable[..., torch.Tensor]:
     def rule(*args: Any) -> torch.Tensor:
         found = operator(*args)
         source = args[0] if isinstance(args[1], list | tuple) else args[1]
-        keeps = not simulation.of_cuda and _is_channels_last(source)
-        return torch.empty_like(found, memory_format=torch.channels_last) if keeps else found
+        kind = None if simulation.of_cuda else _channels_last(source)
+        return found if kind is None else torch.empty_like(found, memory_format=kind)
 
     return rule
 
@@ -402,14 +419,21 @@ PADDINGS = (
     aten.reflection_pad2d_backward.default,
     aten.replication_pad2d.default,
     aten.replication_pad2d_backward.default,
+    aten.reflection_pad3d.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad3d.default,
+    aten.replication_pad3d_backward.default,
 )
 
-# Source: ATen/native/Loss.cpp (`zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)`), Activation.cpp and SoftMax.cpp.
+# Source: ATen/native/Loss.cpp (`zeros_like(input, LEGACY_CONTIGUOUS_MEMORY_FORMAT)`), Activation.cpp, SoftMax.cpp and
+# Pow.cpp.
 CONTIGUOUS = (
     aten.mse_loss_backward.default,
     aten.smooth_l1_loss_backward.default,
     aten.huber_loss_backward.default,
     aten._log_softmax_backward_data.default,
+    aten.rrelu_with_noise.default,
+    aten.pow.Scalar,
 )
 AS_GRADIENT = (
     aten.elu_backward.default,
@@ -433,27 +457,52 @@ def _mkldnn_rnn_layer_backward(*args: Any) -> Any:
     return *found[:4], torch.empty_like(found[4]), *found[5:]  # the two biases have gradients of their own
 
 
-def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> torch.Tensor:
     # `mkldnn_conv_use_channels_last`, `cudnn_conv_suggest_memory_format` in native/ConvUtils.h. The meta kernel, which
     # knows no device, has a contiguous result.
-    found = aten.convolution.default(x, weight, *rest)
+    found = aten.convolution.default(x, weight, bias, *rest)
     if simulation.of_cuda and torch.float64 in (x.dtype, weight.dtype):
         return found
-    layout = _layout_of_convolution(x, weight)
-    return found if layout is torch.contiguous_format else found.contiguous(memory_format=layout)
+    layout = _layout_of_convolution(x, weight, *rest)
+    if layout is torch.contiguous_format:
+        return found
+    if found.dim() == 3:  # a sequence is an image of one row
+        return found.unsqueeze(2).contiguous(memory_format=layout).squeeze(2)
+    return found.contiguous(memory_format=layout)
 
 
-def _layout_of_convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+def _layout_of_convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.memory_format:
+    if x.dim() == 3 and not simulation.of_cuda:  # native/Convolution.cpp: `input.contiguous()`, then `view4d`
+        x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
+    if x.dim() == 5 and not simulation.of_cuda and not _takes_onednn(x, weight, *rest):
+        return torch.contiguous_format  # `slow_conv3d` and its like, unlike those of images
     formats = {suggest_memory_format(x), suggest_memory_format(weight)} & {torch.channels_last, torch.channels_last_3d}
     return formats.pop() if formats else torch.contiguous_format
 
 
-def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-    found = aten.convolution_backward.default(gradient, x, weight, *rest)
+def _takes_onednn(x: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any, *rest: Any) -> bool:
+    """True if a CPU leaves a convolution to oneDNN: `ConvParams::use_mkldnn` in native/Convolution.cpp."""
+    if not torch.backends.mkldnn.enabled or x.dtype == torch.float64:
+        return False
+    if x.dtype != torch.float32:
+        return True
+    groups, (high, wide) = rest[2], weight.shape[-2:]
+    is_dense = {*stride} == {1} == {*dilation}
+    is_worth_it = not is_dense or x.shape[0] >= 16 or (high, wide) != (1, 1) or torch.get_num_threads() > 1
+    is_large = groups > 1 or min(high, wide) > 3 or x.shape[0] > 1 or x.shape[:4].numel() > 20480
+    return is_worth_it and is_large
+
+
+def _convolution_backward(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    found = aten.convolution_backward.default(gradient, x, weight, bias, *rest)
+    if not simulation.of_cuda and x.dim() == 5 and not _takes_onednn(x, weight, *rest):
+        return *(None if each is None else _meta(each.shape, each.dtype) for each in found[:2]), found[2]
     if installed_release() >= (2, 13) or torch.float64 in (x.dtype, weight.dtype):
         return found
     # The meta kernel of earlier releases has the layout of the gradient that came; kernels have that of forward.
-    layout = _layout_of_convolution(x, weight)
+    layout = _layout_of_convolution(x, weight, *rest)
     return *(None if each is None else each.contiguous(memory_format=layout) for each in found[:2]), found[2]
 
 
@@ -506,6 +555,10 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     },
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.roll.default: _roll,
+    **{
+        operator: _as_suggested_on_cpu(operator)
+        for operator in (aten.max_unpool2d.default, aten.channel_shuffle.default, aten.native_channel_shuffle.default)
+    },
     aten.glu_backward.default: _glu_backward,
     aten.native_layer_norm.default: _native_layer_norm,
     aten.native_layer_norm_backward.default: _native_layer_norm_backward,

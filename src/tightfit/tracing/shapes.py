@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tightfit.runtime.internals import meta_kernels_of
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.rules import SHAPE_RULES
 from tightfit.tracing.unbacked import unbacked_tensor
@@ -150,4 +151,5 @@ def on_meta(operator: Any, args: tuple, kwargs: dict, is_number: Callable[[torch
     if kwargs.get("generator") is not None:  # nothing is drawn, and some meta kernels take none (`exponential_`)
         kwargs = {**kwargs, "generator": None}
     rule = SHAPE_RULES.get(operator) or operator
-    return rule(*args, **kwargs)
+    with meta_kernels_of("cuda" if simulation.of_cuda else "cpu"):
+        return rule(*args, **kwargs)

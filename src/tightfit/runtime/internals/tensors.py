@@ -22,6 +22,21 @@ def fake_mode_is_active() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+@contextmanager
+def meta_kernels_of(kind: str) -> Iterator[None]:
+    """A context in which meta kernels lay results out as kernels of this kind of device do: `"cpu"`, `"cuda"`."""
+    # They ask `device_hint`, which takes every tensor on meta that is not fake for one of a card.
+    asking: list[Any] = [sys.modules.get(name) for name in ("torch._meta_registrations", "torch._refs.nn.functional")]
+    before = [(module, module.device_hint) for module in asking if hasattr(module, "device_hint")]
+    for module, hint in before:
+        module.device_hint = lambda tensor, hint=hint: hint(tensor) if is_fake(tensor) else kind
+    try:
+        yield
+    finally:
+        for module, hint in before:
+            module.device_hint = hint
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """True if the elements fill the memory that they span, each exactly once."""
     return torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
@@ -62,7 +77,7 @@ def data_set_by(assigns: Callable[[torch.Tensor], None]) -> Iterator[None]:
     `tensor.data = ...`.
     """
     kind: Any = torch.Tensor
-    inherited = torch._C.TensorBase.data
+    inherited: Any = torch._C.TensorBase.data
     before = vars(kind).get("data")
     asked = [assigns]  # emptied at the end: who copies the class's attributes meanwhile holds nothing of the caller's
 
