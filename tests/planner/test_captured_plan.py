@@ -200,3 +200,41 @@ def test_at_the_peak_of_whole_blocks_recomputed_by_hand_a_plan_for_a_card_is_as_
         by_hand = tightfit.estimate(model, **ON_A_CARD)
     plan = tightfit.plan(model, budget=by_hand.peak_bytes + UNSEEN_BYTES, levers="exact", **ON_A_CARD)
     assert plan.step_seconds <= by_hand.step_figures.step_seconds
+
+
+def penalty_of_the_input(model, batch):
+    """A critic's loss with a penalty on its gradient at some samples (WGAN-GP)."""
+    x = batch["x"][:4].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return model(batch["x"]).square().mean() + (gradient.norm(dim=-1) - 1).square().mean()
+
+
+def penalty_of_the_weights(model, batch):
+    """A loss with the norm of a gradient at some samples, as in meta learning and sharpness."""
+    some = model(batch["x"][:4]).square().mean()
+    gradients = torch.autograd.grad(some, [*model.parameters()], create_graph=True)
+    return model(batch["x"]).square().mean() + sum(gradient.square().sum() for gradient in gradients)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.keeps("loss-calls-model-twice")
+@pytest.mark.parametrize("loss", [penalty_of_the_input, penalty_of_the_weights])
+def test_a_loss_with_gradients_of_gradients_is_planned_without_captured_blocks(loss):
+    torch.manual_seed(0)
+    critic, batch = nn.Sequential(*(Residual() for _ in range(3))), {"x": torch.randn(256, 16)}
+    asked = {"loss": loss, "optimizer": "sgd", "device": even()}
+    made = tightfit.plan(critic, batch, "0.8x", levers=LEVERS, **asked)
+    assert made.lever(Recompute) is not None
+    assert made.lever(CapturedBlocks) is None
+    assert any("gradients of gradients" in row.reason for row in made.rejected)
+    assert tightfit.verify(critic, batch, made, loss=loss).ok
+    with made.apply(critic):
+        assert allocator_peak(critic, batch, loss=loss, optimizer="sgd") <= made.budget_bytes

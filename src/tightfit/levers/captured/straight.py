@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tightfit.errors import LeverError
+from tightfit.errors import CompileError
 from tightfit.levers.captured.program import as_in_forward
 from tightfit.runtime.internals import NoAutocast, RecordedCall, function_switches, graph_is_kept
 
@@ -90,7 +90,7 @@ def straight(parts: ProgramParts, call: RecordedCall, *, under_autocast: bool) -
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             if torch.is_grad_enabled():
-                raise LeverError(
+                raise CompileError(
                     "a captured block gives no gradients of gradients: leave it out, or use "
                     "tightfit.recompute(..., captured=False)"
                 )

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+from tightfit.errors import CompileError
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL, Policy
 from tightfit.planner.blocks.captured import priced_as_captured, saved_seconds
 from tightfit.planner.blocks.solve import peak, solve
@@ -122,11 +123,22 @@ def _trace_captured(
 ) -> Candidate | None:
     """The step with the blocks at `paths` captured; None if none of them can be. Says why others are not."""
     combination = base.combination.with_lever(CapturedBlocks(paths))
-    candidate = search.trace_applied(combination, policies, base.priced, choice)
+    try:
+        candidate = search.trace_applied(combination, policies, base.priced, choice)
+    except CompileError as error:  # the step takes gradients of gradients
+        reject_all(search, error)
+        return None
     refused = reject_refused(search)
     left = tuple(path for path in paths if path not in refused)
     # Blocks that are refused run in the trace as they will without the lever.
     return replace(candidate, combination=base.combination.with_lever(CapturedBlocks(left))) if left else None
+
+
+def reject_all(search: Search, error: CompileError) -> None:
+    """Say in the plan why no block is captured."""
+    row = Rejected(CapturedBlocks.title, f"cannot be used: {error}")
+    if row not in search.rejected:
+        search.rejected.append(row)
 
 
 def reject_refused(search: Search) -> dict[str, str]:

@@ -12,7 +12,7 @@ from tightfit.planner.blocks.solve import Solution, least_peak, solve
 from tightfit.planner.levers import CapturedBlocks, Combination, CompiledBlocks, Recompute
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Baseline, Candidate
-from tightfit.planner.search.capturing import may_capture, reject_refused
+from tightfit.planner.search.capturing import may_capture, reject_all, reject_refused
 from tightfit.planner.search.search import Search
 from tightfit.tracing.record import StepTrace
 
@@ -115,13 +115,17 @@ def _traced(
     """The step with a choice, and the blocks that it captures and that cannot be captured."""
     compiled, captured = prices.compiled(solution.choice), prices.captured(solution.choice)
     levers = combination.with_lever(CompiledBlocks((), compiled) if compiled else None)
-    candidate = search.trace_applied(
-        levers.with_lever(CapturedBlocks(captured) if captured else None),
-        prices.solved.policies(solution.choice),
-        prices.shown,
-        solution.choice,
-    )
-    refused = reject_refused(search) if captured else {}
+    policies = prices.solved.policies(solution.choice)
+    both = levers.with_lever(CapturedBlocks(captured) if captured else None)
+    try:
+        candidate = search.trace_applied(both, policies, prices.shown, solution.choice)
+        refused = reject_refused(search) if captured else {}
+    except CompileError as error:
+        if not captured:
+            raise
+        reject_all(search, error)
+        candidate = search.trace_applied(levers, policies, prices.shown, solution.choice)
+        refused = dict.fromkeys(captured, str(error))
     left = tuple(path for path in captured if path not in refused)
     combination = levers.with_lever(CapturedBlocks(left) if left else None)
     candidate = replace(candidate, combination=combination, choice=solution.choice)
