@@ -23,6 +23,12 @@ from tightfit.runtime.internals import (
 )
 from tightfit.runtime.operators import chooses, traits_of
 
+aten = torch.ops.aten
+
+# Parts of a tensor that are no views for autograd. Eager code that writes into one computes where it lies, between
+# other parts (the gates of `nn.GRUCell`); a graph without writes has a tensor of its own there, over which sigmoid and
+# sums round otherwise.
+UNSAFE = frozenset({aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default})
 FORWARD = "tightfit_forward"  # the mark of forward's nodes, which their copies in the graph of backward keep
 
 
@@ -61,6 +67,8 @@ def demand_plain(graph: Any) -> None:
         is_call = node.op == "call_function" and node.target is not operator.getitem
         if is_call and not isinstance(node.target, torch._ops.OpOverload):
             raise CompileError(f"it contains {node.target}, which is no single operator")
+        if is_call and node.target in UNSAFE:
+            raise CompileError(f"what {node.target} returns may be written in place, which rounds by its layout")
         if is_call and is_random(node) and not node.users:
             raise CompileError(f"nothing reads what {node.target} draws")  # and so the graph would not draw it
         if is_call and makes_sparse(node):
@@ -139,7 +147,7 @@ def _lay_out_again(graph: Any, changed: set[Any]) -> None:
 
 def _reshaped(graph: Any, node: Any) -> Any:
     """The node that computes what a node did, with the strides that it has now."""
-    aten, before, size = torch.ops.aten, node.args[0], node.args[1] if len(node.args) > 1 else None
+    before, size = node.args[0], node.args[1] if len(node.args) > 1 else None
     if node.target is aten._unsafe_view.default and before.target is aten.clone.default:
         viewed = _inserted(graph, node, aten.view.default, (before.args[0], size))
         if viewed is not None:
