@@ -151,20 +151,20 @@ class DecidingValues(ComputedValues):
     def compute(self, name: str, operator: Any, args: tuple, kwargs: dict, results: Any, seed: int | None) -> None:
         found = _on_card(results)
         level = self._level(name, operator, args, kwargs, found)
-        answer = _of_finite_numbers(name, args) if level is None else None
+        answer = None if level else _of_finite_numbers(name, args)
         if answer is not None and results.nbytes <= MOST:
             level = Known.SUPPOSED
             fill = torch.ops.aten.fill_.Scalar
             super().compute("aten::fill_.Scalar", fill, (results, answer), {}, results, None)
-        elif level is not None:
+        elif level:
             try:
                 super().compute(name, operator, args, kwargs, results, seed)
             except (NotComputed, RuntimeError, IndexError):
                 level = None  # places that no kernel has made; what no CPU computes. A line that reads it is noted
-        if level is None and not _base(name).endswith("_"):
+        if not level and not _base(name).endswith("_"):
             self._clear(found)
         for tensor in found:
-            self._note(tensor, Known.NO if level is None else level)
+            self._note(tensor, level or Known.NO)
 
     def _clear(self, results: list[torch.Tensor]) -> None:
         """Zeros in place of what lay in memory before: counts and flags that are read are the same in every run."""
@@ -206,8 +206,8 @@ class DecidingValues(ComputedValues):
         if whole:
             super().compute("aten::copy_", torch.ops.aten.copy_.default, (target, source), {}, target, None)
         if target.is_cuda:
-            copied = whole or (_is_of_integers(target) and target.nbytes <= COPIED)
-            self._note(target, Known.TRUE if copied else Known.NO)
+            level = Known.TRUE if _is_of_integers(target) else Known.SUPPOSED
+            self._note(target, level if whole or target.nbytes <= COPIED else Known.NO)
 
     def answers(self, name: str, on_card: list[torch.Tensor]) -> bool:
         if name in _AS_LARGE_AS_NUMBERS and not self._least(on_card):
