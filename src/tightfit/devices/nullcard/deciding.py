@@ -265,7 +265,7 @@ def _is_of_integers(tensor: torch.Tensor) -> bool:
 
 
 def _of_finite_numbers(name: str, args: tuple) -> bool | None:
-    """What a comparison of `isnan`, `isinf` or `isfinite` is, where no number is infinite or none; None for others."""
+    """The result of a comparison of `isnan`, `isinf` or `isfinite` where all numbers are finite; None for others."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     if base not in ("eq", "ne") or not args[0].is_floating_point():
         return None
