@@ -129,7 +129,7 @@ class RecomputeError(LeverError):
 
 
 class CompileError(LeverError):
-    """PyTorch's compiler does not take this block as a whole; the message has its reason."""
+    """A block that cannot be compiled or captured as a whole, or not in this step; the message has its reason."""
 
 
 class TraceError(TightfitError):

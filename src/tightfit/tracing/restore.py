@@ -55,7 +55,8 @@ def reach_restored(loss: Any, model: nn.Module) -> Iterator[None]:
     """A context for a dry run. Afterwards nothing that a loss reaches beside the model holds a tensor without numbers:
     attributes of a loss that is an object, variables around a function, a teacher's buffers.
 
-    What else its code counts or notes stays. The data of tensors is not restored here.
+    Variables that its code has rebound refer to what they did before; what it counts in containers and attributes
+    stays. The data of tensors is not restored here.
     """
     reached = Reached.of_call(loss, None)
     own = {id(module) for _, module in named_modules(model)}

@@ -173,7 +173,7 @@ class DecidingValues(ComputedValues):
                 self.runtime.library.card_fill(tensor.data_ptr(), 0, 1, tensor.nbytes, None)
 
     def _level(self, name: str, operator: Any, args: tuple, kwargs: dict, results: list[torch.Tensor]) -> Known | None:
-        """How far the results will be known; None: they are not computed."""
+        """How far the results will be known. They are not computed for `NO` and None."""
         base, of_integers = _base(name), all(map(_is_of_integers, results))
         fills = base == "zero_" or name == "aten::fill_.Scalar"
         if fills and not of_integers and _may_become_a_gradient():
