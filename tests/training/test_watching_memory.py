@@ -1,12 +1,14 @@
 """What is measured of a step is held against what was predicted: a plan that is above its budget is corrected."""
 
+import json
 from dataclasses import replace
 
 import pytest
 from recovering import Awkward, Remembered, batch, config, plain_fit, planner_of, training
 
 from tightfit.errors import CannotFit
-from tightfit.training.corrections import Corrections
+from tightfit.ranks.processes.ranks import Ranks
+from tightfit.training.corrections import Corrections, corrections_of, corrections_of_all
 from tightfit.training.stepper import StepMeasured
 
 
@@ -66,11 +68,27 @@ def test_where_nothing_tighter_fits_the_training_goes_on_and_says_so(fits):
 
 @pytest.mark.keeps("resumed-run-begins-plan")
 def test_corrections_survive_json(fits):
-    import json
-
     corrections = Corrections(plan=fits[1].plan, bound_bytes=5, one_by_one=True, failures=2, loosened=1)
     again = Corrections.from_dict(json.loads(json.dumps(corrections.to_dict())))
     assert again == corrections
     assert Corrections.from_dict(json.loads(json.dumps(Corrections().to_dict()))) == Corrections()
     with pytest.raises(TypeError):
         Corrections.from_dict({"plan": None, "other": 1})
+
+
+@pytest.mark.keeps("resumed-run-ranks-begins")
+def test_each_rank_has_its_own_corrections_back():
+    own = [Corrections(failures=1), Corrections(one_by_one=True)]
+
+    class First(Ranks):
+        size = 2
+
+        def gathered(self, content):
+            return [content, json.dumps(own[1].to_dict()).encode()]
+
+    stored = json.loads(json.dumps(corrections_of_all(First(), own[0])))
+    assert [corrections_of(stored, rank) for rank in range(2)] == own
+    with pytest.raises(LookupError):  # of fewer ranks
+        corrections_of(stored, 2)
+    before = own[0].to_dict()  # in checkpoints of earlier versions: that of rank 0, for all
+    assert [corrections_of(before, rank) for rank in range(2)] == [own[0]] * 2
