@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tightfit
-from tightfit.tracing.draws import Draws, Generators, assumed
+from tightfit.tracing.outcomes import Generators, OpenNumbers, assumed
 from tightfit.tracing.restore import Contents, generators_restored
 from tiny import allocator_peak
 
@@ -174,7 +174,7 @@ def test_a_model_that_draws_and_decides_nothing_has_one_outcome():
     assert not any("random numbers" in line for line in found.assumptions)
 
 
-@pytest.mark.parametrize("draws", list(Draws)[:4])
+@pytest.mark.parametrize("draws", list(OpenNumbers)[:4])
 def test_generators_draw_near_the_ends_and_at_random_later(draws):
     def three():
         found = [random.random(), float(numpy.random.rand()), torch.rand(()).item()]
@@ -187,7 +187,11 @@ def test_generators_draw_near_the_ends_and_at_random_later(draws):
         high = [all(number > 0.99 for number in numbers) for numbers in (first, second)]
         low = [all(number < 0.01 for number in numbers) for numbers in (first, second)]
         assert [a or b for a, b in zip(high, low, strict=True)] == [True, True]
-        wanted = {Draws.HIGH: [True, True], Draws.LOW: [False, False], Draws.HIGH_THEN_LOW: [True, False]}
+        wanted = {
+            OpenNumbers.HIGH: [True, True],
+            OpenNumbers.LOW: [False, False],
+            OpenNumbers.HIGH_THEN_LOW: [True, False],
+        }
         assert high == wanted.get(draws, [False, True])
         for _ in range(700):
             three()

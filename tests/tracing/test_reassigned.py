@@ -1,6 +1,7 @@
 """Steps that give tensors other memory (`p.data = ...`): each has its own back, and the peak is the measured one."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -186,6 +187,35 @@ def test_a_loss_keeps_its_own_tensors_and_counters_through_an_estimate(kind):
     assert made.steps == 0
     assert float(made.mean.sum()) == 0.0
     assert getattr(made, "last", []) == []
+
+
+class Collects:
+    """A trainer whose method is the loss, and which keeps what it sees in nested containers."""
+
+    def __init__(self):
+        self.noted, self.steps = {"losses": []}, 0
+
+    def loss(self, model, batch, weight=1.0):
+        found = model(batch["x"]).square().mean() * weight
+        self.steps += 1
+        self.noted["losses"].append(found.detach())
+        return found
+
+
+@pytest.mark.keeps("verify-dry-runs-leave")
+@pytest.mark.parametrize("given", [lambda made: made.loss, lambda made: functools.partial(made.loss, weight=2.0)])
+def test_a_loss_that_is_a_method_leaves_its_object_as_it_was(given):
+    model, made = student(), Collects()
+    loss = given(made)
+    tightfit.estimate(model, BATCH, loss=loss)
+    assert made.noted == {"losses": []}
+    with pytest.raises(CannotFit):
+        tightfit.plan(model, BATCH, "0.1x", loss=loss, levers="rounding")
+    assert made.noted == {"losses": []}
+    plan, counted = tightfit.plan(model, BATCH, "2x", loss=loss), made.steps
+    assert tightfit.verify(model, BATCH, plan, loss=loss).ok
+    assert made.noted == {"losses": []}
+    assert made.steps == counted
 
 
 def verified(model, follows):

@@ -19,8 +19,8 @@ from tightfit.planner.estimates import (
     assumption_sentences,
     make_estimate,
     of_communication,
-    of_draws,
     of_drive,
+    of_outcomes,
     of_seconds,
 )
 from tightfit.planner.levers import (
@@ -359,7 +359,7 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         fingerprint=fingerprint(request.model),
         assumptions=(
             *assumption_sentences(candidate.trace.assumptions),
-            *of_draws(request, candidate.trace),
+            *of_outcomes(request, candidate.trace),
             *of_seconds(request.device),
             *of_drive(request, find(candidate.combination.levers, Stream)),
             *not_tried(candidate.combination),

@@ -94,7 +94,11 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
         optimizer=request.optimizer_name,
         device=request.device.name,
         device_bytes=request.device.memory_bytes,
-        assumptions=(*assumption_sentences(trace.assumptions), *of_draws(request, trace), *of_seconds(request.device)),
+        assumptions=(
+            *assumption_sentences(trace.assumptions),
+            *of_outcomes(request, trace),
+            *of_seconds(request.device),
+        ),
         context_bytes=0 if request.role is None else CONTEXT_BYTES,
         fits=False,
         weights=dtypes_of(request.model),
@@ -104,12 +108,13 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
     )
 
 
-def of_draws(request: Request, trace: StepTrace) -> list[str]:
-    """The assumption about numbers that the step draws at random and reads."""
-    if not trace.reads_draws or len(request.outcomes) < 2:
+def of_outcomes(request: Request, trace: StepTrace) -> list[str]:
+    """The assumption about numbers that the step reads and that decide what runs."""
+    if not request.has_outcomes(trace) or len(request.outcomes) < 2:
         return []
+    which = "random numbers" if all(numbers.is_drawn for numbers in request.outcomes) else "numbers"
     count = len(request.outcomes)
-    return [f"random numbers that decide what runs were assumed to be those of the highest peak, of {count} outcomes"]
+    return [f"{which} that decide what runs were assumed to be those of the highest peak, of {count} outcomes"]
 
 
 def of_seconds(device: DeviceSpec) -> list[str]:

@@ -58,7 +58,7 @@ from tightfit.tracing.copies import AWAY, BACK, IN_FILE, STREAM, TO_DEVICE, TO_H
 from tightfit.tracing.cuda import CudaRole
 from tightfit.tracing.cuda.replay import fits_device
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
-from tightfit.tracing.draws import Draws, assumed
+from tightfit.tracing.outcomes import OpenNumbers, assumed
 from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.tracing.recording import ExecutorCost, OperatorCost
 from tightfit.tracing.rules import ONE_SIDED, Routing
@@ -322,16 +322,27 @@ class Request:
         return inseparable_samples(self.batch, self.loss)
 
     @cached_property
-    def outcomes(self) -> tuple[Draws, ...]:
-        """The outcomes of random numbers that change the plain step's memory, that of the highest peak first."""
-        peaks: dict[tuple[int, ...], tuple[int, Draws]] = {}
-        for draws in Draws:
-            # With every layer dropped a loss depends on no weight, which ends a training too.
-            with suppress(ModelError):
-                trace = Tracer(self, draws).whole(self.plain, {})
-                peaks.setdefault(trace.levels, (trace.peak_bytes, draws))
+    def outcomes(self) -> tuple[OpenNumbers, ...]:
+        """The outcomes of numbers read that change the plain step's memory, that of the highest peak first."""
+        peaks: dict[tuple[int, ...], tuple[int, OpenNumbers]] = {}
+        reads_draws, has_answers = True, self.world is None
+        for numbers in OpenNumbers:
+            if numbers is not OpenNumbers.HIGH and not (reads_draws if numbers.is_drawn else has_answers):
+                continue
+            # With every layer dropped a loss depends on no weight, which ends a training too. Other answers than the
+            # usual ones may be none: code may divide by them, or raise whatever it likes.
+            with suppress(ModelError if numbers.is_drawn else Exception):
+                trace = Tracer(self, numbers).whole(self.plain, {})
+                peaks.setdefault(trace.levels, (trace.peak_bytes, numbers))
+                if numbers is OpenNumbers.HIGH:
+                    # A rank's step is not run again, and so has no other answers.
+                    reads_draws, has_answers = trace.reads_draws, trace.has_answers and self.world is None
         ordered = sorted(peaks.values(), key=lambda found: found[0], reverse=True)
-        return tuple(draws for _, draws in ordered)
+        return tuple(numbers for _, numbers in ordered)
+
+    def has_outcomes(self, trace: StepTrace) -> bool:
+        """True if a traced step may take other memory with other numbers than those that it read."""
+        return trace.reads_draws or (trace.has_answers and self.world is None)
 
     @cached_property
     def separation(self) -> Separation:
@@ -442,7 +453,7 @@ class Tracer:
     """
 
     request: Request
-    draws: Draws | None = None  # the outcome of random numbers; None: that of the highest peak
+    numbers: OpenNumbers | None = None  # the outcome of numbers read; None: that of the highest peak
     refused: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     def whole(
@@ -454,16 +465,20 @@ class Tracer:
     ) -> StepTrace:
         """The whole step as it will run, optimizer included. With several ranks, that of the first one.
 
-        If the outcome of random numbers is open, that of the highest peak.
+        If the outcome of numbers read is open, that of the highest peak.
         """
         request = self.request
-        if self.draws is None:
+        if self.numbers is None:
             levers = combination, policies, joined, routing
+            high: StepTrace | None = None
             with suppress(ModelError):
-                trace = replace(self, draws=Draws.HIGH).whole(*levers)
-                if not trace.reads_draws:
-                    return trace
-            found = [replace(self, draws=draws).whole(*levers) for draws in request.outcomes or (Draws.HIGH,)]
+                high = replace(self, numbers=OpenNumbers.HIGH).whole(*levers)
+                if not request.has_outcomes(high):
+                    return high
+            found = [
+                high if numbers is OpenNumbers.HIGH and high else replace(self, numbers=numbers).whole(*levers)
+                for numbers in request.outcomes or (OpenNumbers.HIGH,)
+            ]
             return max(found, key=lambda trace: trace.peak_bytes)
         if request.world is not None:
             return self.of_rank(
@@ -477,7 +492,7 @@ class Tracer:
     ) -> StepTrace:
         """A step of a model that has its levers on."""
         request = self.request
-        with assumed(self.draws or Draws.HIGH):
+        with assumed(self.numbers or OpenNumbers.HIGH):
             return trace_step(
                 model,
                 request.parts(combination.micro_batches),
@@ -589,8 +604,8 @@ class Tracer:
         model, rank, settings = request.model, None, request.settings
         if request.world is not None:
             model, rank, settings = own_copy(model), self.rank(request.world), self.settings_of_rank
-        draws = request.outcomes[0] if plain.reads_draws and request.outcomes else Draws.HIGH
-        with self.applied(combination, policies, joined, compared, model=model), assumed(draws):
+        numbers = request.outcomes[0] if request.has_outcomes(plain) and request.outcomes else OpenNumbers.HIGH
+        with self.applied(combination, policies, joined, compared, model=model), assumed(numbers):
             trace = trace_part(
                 model,
                 request.parts(combination.micro_batches),

@@ -29,7 +29,7 @@ from tightfit.runtime.dropout import without_dropout
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.outside import outside_training
 from tightfit.step import Batch, Loss, Part
-from tightfit.tracing.draws import Draws, Generators, assumed
+from tightfit.tracing.outcomes import Generators, OpenNumbers, assumed
 from tightfit.tracing.restore import Contents, random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 from tightfit.tracing.unbacked import is_unbacked
@@ -236,7 +236,7 @@ def _draws_matter(
     before: Sequence[torch.Tensor],
 ) -> bool:
     """True if the loss or a gradient changes with the numbers that the random generators give."""
-    for draws in Draws:
+    for draws in filter(lambda numbers: numbers.is_drawn, OpenNumbers):
         with kept() as attributes, assumed(draws):
             Generators(attributes).begin()
             try:

@@ -31,10 +31,11 @@ from tightfit.runtime.internals import (
 from tightfit.runtime.operators import Traits, instances, map_instances, traits_of, written_arguments
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.collectives import simulate_collective
-from tightfit.tracing.draws import MOST_DRAWN, Generators
 from tightfit.tracing.faults import faults
+from tightfit.tracing.finite import known_everywhere
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.outcomes import MOST_DRAWN, Generators
 from tightfit.tracing.questions import ASKING, Answers, Questions
 from tightfit.tracing.record import Category, Phase
 from tightfit.tracing.recording import (
@@ -139,8 +140,9 @@ class DryRun(Recording):
         unknown = not all(cell.known for cell in cells)
         drawn = traits.is_random or any(cell.drawn for cell in cells)
         self.reads_draws |= drawn and (func in ASKING or func in COUNTED)
-        if unknown and (answered := self.questions.ask(func, args)) is not None:
-            return answered.value  # `loss.item()`, `isnan`: there is no number to read
+        everywhere = known_everywhere(func, args, self.is_everywhere) if unknown else None
+        if unknown and (answered := self.questions.ask(func, args, self.is_everywhere)) is not None:
+            return answered.value  # `loss.item()`: there is no number to read
         self.forget_imports()
         index = self.begin(inputs)
         reads = tuple(cell.value for cell in cells)
@@ -159,6 +161,9 @@ class DryRun(Recording):
         if is_real and drawn:
             for tensor in instances(torch.Tensor, (out,)):
                 self.see(tensor).drawn = True
+        if everywhere is not None or any(cell.everywhere is not None for cell in cells):
+            for tensor in instances(torch.Tensor, (out,)):
+                self.see(tensor).everywhere = everywhere
         for place in ON_HOST.get(func, ()) if simulation.of_cuda else ():
             self.ledger.on_host(out[place])
         self.finish(traits, inputs, Call(func, args, kwargs), out, key, reads, makes)
@@ -217,6 +222,10 @@ class DryRun(Recording):
             if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
                 self.meet(tensor)
         return cell
+
+    def is_everywhere(self, tensor: torch.Tensor) -> bool | None:
+        """What all elements of a tensor are, of which nothing else is known; None if they may differ."""
+        return self.see(tensor).everywhere
 
     def meet(self, stranger: torch.Tensor) -> None:
         """Register a parameter outside of the model: of the loss, or of modules in a plain list."""

@@ -15,13 +15,14 @@ class Cell:
     storage is freed.
     """
 
-    __slots__ = ("category", "drawn", "index", "known", "ledger", "value")
+    __slots__ = ("category", "drawn", "everywhere", "index", "known", "ledger", "value")
 
     def __init__(self, ledger: "Ledger", index: int, known: bool):
         self.index = index
         self.ledger = ledger  # set after the index, because `__del__` releases a cell that has a ledger
         self.known = known  # whether the memory holds real data
         self.value = -1  # the value it holds now
+        self.everywhere: bool | None = None  # what unknown data is anyway, in all places (`tracing.finite`)
         self.drawn = False  # whether known data was drawn at random, or computed from such numbers
 
     def __del__(self) -> None:

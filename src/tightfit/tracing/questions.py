@@ -6,6 +6,9 @@ A number read from an unknown float tensor is 1.0 (a loss or a norm: finite and 
 A yes-or-no question may be a check: its one answer raises (`assert torch.isfinite(y).all()`). A step that raises after
 such a question is run dry again, with the other answer (`retried`). So is one that asks at one place without an end
 (`while not done.all()`, `while error.item() > 1e-6`), with each other answer until its loop ends.
+
+Whatever else depends on an answer is seen in a second outcome (`OpenNumbers.OTHER_ANSWERS`): every question has its
+other answer there, and a loop that the other answer does not end, or that only an answer of its own ends, runs once.
 """
 
 import functools
@@ -15,17 +18,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from functools import cached_property
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from tightfit.errors import TightfitError, TraceError
 from tightfit.tracing.modules import ModuleTracker
-from tightfit.tracing.record import Assumption
+from tightfit.tracing.outcomes import are_answers_others
+from tightfit.tracing.record import ARE_EQUAL, NUMBER_READ, Assumption
 
 aten = torch.ops.aten
-NUMBERS = {bool: (False, True), int: (0, 1, 2**31 - 1), float: (1.0, 0.0, float("inf"))}  # the first one is assumed
+NUMBERS = {bool: (False, True), int: (0, 1, 2**31 - 1), float: (1.0, 0.0, float("inf"))}  # the usual one, the others
 LONGEST = 1 << 17  # times at one place: no answer ends this loop
 MOST_ENDED = 32  # answers that are tried together, in all loops of a step
 MOST_ASKED = 500  # times at one place, before a loop is thought to have no end
@@ -40,7 +45,7 @@ class Answer:
     value: Any
 
 
-Place = tuple[Any, ...]  # of a question or of an exception: the frames down to it, each with its instruction
+Place = tuple[Any, ...]  # of a question or of an exception: the frames down to it, each with its place in the code
 
 
 class Endless(BaseException):
@@ -48,11 +53,19 @@ class Endless(BaseException):
 
 
 class Answers:
-    """Mutable: at which places of a model's step another answer than the usual one is right."""
+    """Mutable: at which places of a model's step another answer than the usual one is right.
+
+    With `usual`, those of the outcome where all other answers are given: `changed` are the places where the usual one
+    is right.
+    """
 
     MOST_RUNS = 24  # of one step, if answers are to be found
 
-    def __init__(self) -> None:
+    def __init__(self, usual: "Answers | None" = None) -> None:
+        self._usual = usual
+        self._once: set[Place] = set()  # loops that other answers do not end
+        self._in_round: set[Place] = set()  # such loops in this run, between their first and their last answer
+        self.is_of_a_round = False  # whether the last answer was for a loop that runs once
         self.changed: set[Place] = set()
         self.asked: dict[Place, None] = {}  # in this run, the last one last
         self._fixed: set[Place] = set()  # places whose change led to another exception
@@ -80,19 +93,49 @@ class Answers:
             )
         if self.is_watched and self._times[place] > MOST_ASKED and place not in self._long:
             raise Endless
+        if self._usual is not None:
+            return self._other(place, values, self._usual)
         found = self._ending.get(place, 0)
         if kind is bool:
-            self.asked.pop(place, None)
-            self.asked[place] = None
+            self._note(place)
             return values[found] != (place in self.changed)
         return values[found]
+
+    @cached_property
+    def others(self) -> "Answers":
+        """The answers of the other outcome."""
+        return Answers(usual=self)
+
+    def _other(self, place: Place, values: tuple[Any, ...], usual: "Answers") -> Any:
+        """The answer that is not the usual one, where the step may go on with it."""
+        if place in usual.changed:  # the usual one raises, and so this is the only one
+            return values[1]
+        self.is_of_a_round = place in usual._ending or place in self._once
+        if self.is_of_a_round:
+            self._in_round ^= {place}
+        begins = place in self._in_round
+        if place in usual._ending:
+            return values[0 if begins else usual._ending[place]]
+        self._note(place)
+        is_usual = place in self.changed or (place in self._once and not begins)
+        return values[0 if is_usual else 1]
+
+    def _note(self, place: Place) -> None:
+        """Note that a question is the last one."""
+        self.asked.pop(place, None)
+        self.asked[place] = None
 
     def begin(self) -> None:
         self.asked.clear()
         self._times.clear()
+        self._in_round.clear()
 
     def end_loop(self) -> None:
         """Give other answers in the loops of the last run."""
+        if self._usual is not None:
+            self._long.update(self._once.intersection(self._in_loops))
+            self._once.update(self._in_loops)
+            return
         self._ended.add(frozenset(self._ending.items()))
         choices = itertools.product(*map(range, self._in_loops.values()))
         for numbers in itertools.islice(choices, MOST_ENDED):
@@ -132,8 +175,12 @@ _answers: "weakref.WeakKeyDictionary[Any, Answers]" = weakref.WeakKeyDictionary(
 
 
 def answers_of(model: Any) -> Answers:
-    """The answers that are right for a model's step. They stay, so that a plan looks for them once."""
-    return _answers.setdefault(model, Answers())
+    """The answers that are right for a model's step in the outcome that is assumed.
+
+    They stay, so that a plan looks for them once.
+    """
+    found = _answers.setdefault(model, Answers())
+    return found.others if are_answers_others() else found
 
 
 def retried(trace: Callable[..., Traced]) -> Callable[..., Traced]:
@@ -184,11 +231,18 @@ def _asking_place() -> Place:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(_OWN):
-            place += (frame.f_code, frame.f_lasti)
+            place += (frame.f_code, _position(frame.f_code, frame.f_lasti))
             if not name.startswith(_OURS):
                 break
         frame = frame.f_back
     return tuple(place)
+
+
+@functools.cache
+def _position(code: CodeType, instruction: int) -> Any:
+    """Where an instruction's expression is in its file: the condition of a `while` is compiled twice."""
+    found = next(itertools.islice(code.co_positions(), instruction // 2, None), ())
+    return instruction if None in found else found  # `python -X no_debug_ranges`
 
 
 def _place_of(error: Exception) -> Place:
@@ -209,16 +263,26 @@ class Questions:
         self.answers = answers or Answers()
         self.asked: dict[tuple[str, str, str], Assumption] = {}
 
-    def ask(self, func: Any, args: tuple) -> Answer | None:
-        """The documented answer if this operator reads a number from a tensor, else None."""
+    def ask(
+        self, func: Any, args: tuple, everywhere: Callable[[torch.Tensor], bool | None] = lambda tensor: None
+    ) -> Answer | None:
+        """The documented answer if this operator reads a number from a tensor, else None.
+
+        `everywhere` says what all elements of a tensor are, if that is known of unknown numbers.
+        """
         if func is aten._local_scalar_dense.default:
             dtype = args[0].dtype
+            if (known := everywhere(args[0])) is not None:
+                self.note("whether numbers are finite", "True")
+                return Answer(torch.tensor(known, dtype=dtype).item())
             value = self.answers.answer(float if dtype.is_floating_point else bool if dtype == torch.bool else int)
-            self.note("a number read from a tensor", repr(value))
+            self.note(NUMBER_READ, repr(value))
+            if self.answers.is_of_a_round:
+                self.note("a loop that ends by a number", "to run once: each further round may take more memory")
             return Answer(value)
         if func is aten.equal.default:
             value = self.answers.answer(bool)
-            self.note("whether two tensors are equal", repr(value))
+            self.note(ARE_EQUAL, repr(value))
             return Answer(value)
         return None
 

@@ -29,7 +29,8 @@ _MISSING = object()
 class Reached:
     """The objects that code refers to. `modules` are the outermost ones by name, `tensors` those that are no module's.
 
-    `values` are everything that the names refer to.
+    `values` are everything that the names refer to, `containers` the lists, sets and dicts that were searched, and the
+    attributes of objects.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Reached:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tensors: list[Tensor] = []
         self.values: list[Any] = []
+        self.containers: list[Any] = []
         self._found: list[tuple[str, nn.Module]] = []
         self._seen: dict[int, Any] = {}  # with the items themselves, so that no other item gets the same id
         self._cells: list[tuple[types.CellType, Any]] = []
@@ -111,10 +113,12 @@ class Reached:
             self._look_in_function(item, depth)
         elif isinstance(item, _CONTAINERS):
             if len(item) <= _MANY:
+                self.containers += [item] if hasattr(item, "clear") else []
                 named = item.items() if isinstance(item, dict) else ((name, child) for child in item)
                 for key, child in list(named):
                     self._look(key if isinstance(key, str) else name, child, depth + 1)
         elif hasattr(item, "__dict__"):
+            self.containers.append(vars(item))
             for key, child in list(vars(item).items()):
                 self._look(str(key), child, depth + 1)
 

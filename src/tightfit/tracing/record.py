@@ -111,6 +111,10 @@ class ValueRecord(NamedTuple):
     saved: bool
 
 
+NUMBER_READ, ARE_EQUAL = "a number read from a tensor", "whether two tensors are equal"
+ANSWERED = frozenset({NUMBER_READ, ARE_EQUAL})
+
+
 @dataclass(frozen=True, slots=True)
 class Assumption:
     """A number that the step read and a dry run does not have, and the assumed answer."""
@@ -140,6 +144,11 @@ class StepTrace:
     reads_draws: bool = False  # whether code read numbers that were drawn at random
     reserved_bytes: int | None = None  # the peak of CUDA's reserved memory; None on a CPU
     first_step: "StepTrace | None" = None  # where it has other operators, or other buckets, than every later one
+
+    @property
+    def has_answers(self) -> bool:
+        """True if code read numbers that a dry run does not have, and that were not drawn."""
+        return any(assumption.question in ANSWERED for assumption in self.assumptions)
 
     @property
     def peak_depends_on_data(self) -> bool:

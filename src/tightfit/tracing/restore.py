@@ -62,10 +62,11 @@ def reach_restored(loss: Any, model: nn.Module) -> Iterator[None]:
     own = {id(module) for _, module in named_modules(model)}
     beside = [module.__dict__ for _, module in reached.paths_and_modules() if id(module) not in own]
     contents = Contents((reached.values, *beside))
+    in_reach = [(item, item.copy()) for item in reached.containers]
     try:
         yield
     finally:
-        for item, content in contents.contents:
+        for item, content in (*contents.contents, *in_reach):
             if content_changed(item, content) and any(map(is_unbacked, tensors_in(item))):
                 put_content_back(item, content)
         reached.put_names_back()
@@ -86,6 +87,7 @@ def untouched(model: nn.Module, batch: Any, loss: Any, *, weights: bool = True) 
     inputs = {id(t): t for t in tensors_in(batch)}
     others = inputs | {id(t): t for t in held if id(t) not in own and _is_plain(t) and not t.is_inference()}
     containers = Contents((batch, reached.values, *(module.__dict__ for module in modules.values())))
+    in_reach = [(item, item.copy()) for item in reached.containers]  # those of an object whose method is the loss too
     # On the host: a plan may fill the device, and the weights are the largest part of this.
     copied = [t for t in (others | own if weights else others).values() if _is_plain(t)]
     kept = [(t, t.detach().to("cpu", copy=True)) for t in copied]
@@ -98,6 +100,8 @@ def untouched(model: nn.Module, batch: Any, loss: Any, *, weights: bool = True) 
             yield attributes_before
     finally:
         containers.restore()
+        for item, content in in_reach:
+            put_content_back(item, content)
         reached.put_names_back()
         with torch.no_grad():
             for tensor, content in kept:

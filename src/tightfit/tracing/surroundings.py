@@ -21,12 +21,12 @@ from tightfit.tracing.cuda.allocator import MIN_BLOCK
 from tightfit.tracing.cuda.flash_package import ATTENTION_OF_OTHERS
 from tightfit.tracing.cuda.products import HANDLE_WORKSPACE, THREADS_WITH_PRODUCTS
 from tightfit.tracing.cuda.replacements import Replacements
-from tightfit.tracing.draws import Generators
 from tightfit.tracing.dry_run import DryRun, Lasting
 from tightfit.tracing.faults import faults
 from tightfit.tracing.host import on_host
 from tightfit.tracing.ledger import Ledger
 from tightfit.tracing.modules import ModuleTracker
+from tightfit.tracing.outcomes import Generators
 from tightfit.tracing.questions import answers_of
 from tightfit.tracing.random_states import random_states_counted
 from tightfit.tracing.reading import reads_answered

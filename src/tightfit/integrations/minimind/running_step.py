@@ -102,13 +102,12 @@ def running_request(
         optimizer=optimizer,
         grad_clip=_CLIPPED if step.clips else None,
         device=here,
-        levers=allowed_levers(["exact", CompiledBlocks.name] if compiles else "exact"),
         compiles=compiles,
         blocks=blocks,
         micro_batches=step.micro_batches(),
         world=world,
         resident=tuple(inside + held),
-    )
+    ).but(levers=allowed_levers(["exact", CompiledBlocks.name] if compiles else "exact"))  # ranks compile too
     with ExitStack() as stack:
         stack.enter_context(fullest([*batch.values()]))
         for other in others:

@@ -79,7 +79,7 @@ class Baseline:
 def describe_levers(combination: Combination, policies: Mapping[str, Policy], blocks: int, joined: int = 0) -> str:
     """The levers of a candidate in a few words: how many of `blocks` recompute, offload, or are joined to the next."""
     words = [str(combination)] if combination.levers else []
-    blocks = max(blocks, len(policies))  # those of other outcomes of random numbers too
+    blocks = max(blocks, len(policies))  # those of other outcomes too
     offloading = sum(policy.offloads for policy in policies.values())
     recomputing = sum(policy != KEEP_ALL for policy in policies.values()) - offloading
     if offloading:

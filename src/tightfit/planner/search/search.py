@@ -93,14 +93,14 @@ class Search:
 
     @cached_property
     def outcomes(self) -> list[StepTrace]:
-        """The plain step with each outcome of random numbers that it reads; none where no block may recompute."""
-        if not self.plain.reads_draws or not self.request.may(Recompute):
+        """The plain step with each outcome of numbers that it reads; none where no block may recompute."""
+        if not self.request.has_outcomes(self.plain) or not self.request.may(Recompute):
             return []
-        return [replace(self.tracer, draws=each).whole(self.request.plain, {}) for each in self.request.outcomes]
+        return [replace(self.tracer, numbers=each).whole(self.request.plain, {}) for each in self.request.outcomes]
 
     @cached_property
     def elsewhere(self) -> dict[str, Policy]:
-        """The policies of blocks that run in other outcomes of random numbers than the one that is solved.
+        """The policies of blocks that run in other outcomes of numbers read than the one that is solved.
 
         They keep nothing. So where one stands in for a block of that outcome, it holds no more than that one.
         """

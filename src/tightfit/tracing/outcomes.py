@@ -1,8 +1,10 @@
-"""Outcomes of random numbers that a step reads, such as those of layer drop: `torch.rand(()).item() < p`.
+"""Outcomes of a step that reads numbers which a dry run does not have.
 
-A dry run with an outcome begins with states of the generators from which all next numbers are near one end of their
-range. So it does not matter how the code draws: by PyTorch, Python or numpy, through a name that it imported long ago,
-or from a generator of a module's own.
+They may be drawn at random, such as those of layer drop: `torch.rand(()).item() < p`. A dry run with an outcome begins
+with states of the generators from which all next numbers are near one end of their range. So it does not matter how
+code draws: by PyTorch, Python or numpy, through a name that it imported long ago, or from a module's own generator.
+
+Or they are computed: `while (halted < 0.9).any()`. Then another outcome has other answers (`tracing.questions`).
 """
 
 import enum
@@ -27,10 +29,12 @@ _SPREAD = 0x9E3779B9  # 2 ** 32 by the golden ratio: multiples of it fill a word
 _LATER = [(place + 1) * 1812433253 & 0xFFFFFFFF for place in range(_WORDS - _DRAWN)]
 
 
-class Draws(enum.Enum):
-    """Which numbers the generators give in a dry run: near one end of their range, near the two in turns, below the
-    middle, which is the last of two, four or eight choices to Python, or spread over the range, so that choices among
-    many differ.
+class OpenNumbers(enum.Enum):
+    """Which numbers a step reads in a dry run.
+
+    The generators give numbers near one end of their range, near the two in turns, below the middle, which is the last
+    of two, four or eight choices to Python, or spread over the range, so that choices among many differ. With
+    `OTHER_ANSWERS` they are high, and what the step computes is not as is usually assumed.
     """
 
     HIGH = "high"
@@ -39,23 +43,33 @@ class Draws(enum.Enum):
     LOW_THEN_HIGH = "low, high"
     BELOW_MIDDLE = "below the middle"
     SPREAD = "spread"
+    OTHER_ANSWERS = "other answers"
+
+    @property
+    def is_drawn(self) -> bool:
+        return self is not OpenNumbers.OTHER_ANSWERS
 
 
 class _Assumed(threading.local):
-    draws: Draws = Draws.HIGH  # most models skip a layer for a low number
+    draws: OpenNumbers = OpenNumbers.HIGH  # most models skip a layer for a low number
 
 
 _assumed = _Assumed()
 
 
 @contextmanager
-def assumed(draws: Draws) -> Iterator[None]:
+def assumed(draws: OpenNumbers) -> Iterator[None]:
     """A context whose dry runs draw such numbers."""
     outside, _assumed.draws = _assumed.draws, draws
     try:
         yield
     finally:
         _assumed.draws = outside
+
+
+def are_answers_others() -> bool:
+    """True in a dry run whose step reads other numbers than those usually assumed."""
+    return _assumed.draws is OpenNumbers.OTHER_ANSWERS
 
 
 class Generators:
@@ -74,7 +88,7 @@ class Generators:
         for generator in (*cards, *self._own):
             change = _CHANGES.get(type(generator))
             if getattr(generator, "device", torch.device("cpu")).type != "cpu":
-                generator.manual_seed(list(Draws).index(draws))  # no state gives a card's numbers an end: other ones
+                generator.manual_seed(list(OpenNumbers).index(draws))  # no state gives a card's an end: other ones
             elif change is not None:
                 set_state(generator, change(state_of(generator), draws))
 
@@ -84,18 +98,19 @@ class Generators:
         return comparable((random.getstate(), numpy.random.get_state(), own))
 
 
-def _words(draws: Draws, each: int) -> list[int]:
+def _words(draws: OpenNumbers, each: int) -> list[int]:
     """The words of a state from which the next numbers, of `each` words, are as assumed."""
-    if draws is Draws.SPREAD:
+    if draws is OpenNumbers.SPREAD:
         spread = [_untempered((place + 1) * _SPREAD & 0xFFFFFFFF) for place in range(_DRAWN)]
         return [*_LATER, *spread]
     low, high, middle = map(_untempered, (_NEAR, 0xFFFFFFFF - _NEAR, 0x7FFFFFFF - _NEAR))
     turns = {
-        Draws.HIGH: (high,),
-        Draws.LOW: (low,),
-        Draws.HIGH_THEN_LOW: (high, low),
-        Draws.LOW_THEN_HIGH: (low, high),
-        Draws.BELOW_MIDDLE: (middle,),
+        OpenNumbers.HIGH: (high,),
+        OpenNumbers.OTHER_ANSWERS: (high,),
+        OpenNumbers.LOW: (low,),
+        OpenNumbers.HIGH_THEN_LOW: (high, low),
+        OpenNumbers.LOW_THEN_HIGH: (low, high),
+        OpenNumbers.BELOW_MIDDLE: (middle,),
     }[draws]
     # The first words are read only once these are used up. They are the same for every dry run.
     return [*_LATER, *(turns[place // each % len(turns)] for place in range(_DRAWN))]
@@ -112,19 +127,19 @@ def _untempered(output: int) -> int:
     return (word ^ first >> 11) & 0xFFFFFFFF
 
 
-def _of_python(state: Any, draws: Draws) -> Any:
+def _of_python(state: Any, draws: OpenNumbers) -> Any:
     version, _, gauss = state
     return version, (*_words(draws, 2), _WORDS - _DRAWN), gauss
 
 
-def _of_numpy(state: Any, draws: Draws) -> Any:
+def _of_numpy(state: Any, draws: OpenNumbers) -> Any:
     kind, words, *_ = state
     if kind != "MT19937":
         return state
     return kind, numpy.array(_words(draws, 2), dtype=words.dtype), _WORDS - _DRAWN, 0, 0.0
 
 
-def _of_twister(state: Any, draws: Draws) -> Any:
+def _of_twister(state: Any, draws: OpenNumbers) -> Any:
     # In the place of the generator's own bits: no state of PCG64, the usual ones, gives many numbers near an end.
     bits = numpy.random.MT19937()
     content: dict[str, Any] = dict(bits.state)
@@ -132,7 +147,7 @@ def _of_twister(state: Any, draws: Draws) -> Any:
     return bits, content | {"state": {"key": words, "pos": _WORDS - _DRAWN}}
 
 
-def _of_torch(state: torch.Tensor, draws: Draws) -> torch.Tensor:
+def _of_torch(state: torch.Tensor, draws: OpenNumbers) -> torch.Tensor:
     # `CPUGeneratorImplStateLegacy` in ATen: the seed, the number of words left and a flag (32 bits each), the next
     # word, the words (64 bits each), and a normal number kept from the last pair.
     fields = state.clone().numpy()
@@ -143,7 +158,7 @@ def _of_torch(state: torch.Tensor, draws: Draws) -> torch.Tensor:
     return torch.from_numpy(fields)
 
 
-_CHANGES: dict[type, Callable[[Any, Draws], Any]] = {
+_CHANGES: dict[type, Callable[[Any, OpenNumbers], Any]] = {
     random.Random: _of_python,
     numpy.random.RandomState: _of_numpy,
     torch.Generator: _of_torch,

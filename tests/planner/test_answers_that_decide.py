@@ -1,0 +1,150 @@
+"""Numbers that forward computes and reads, and that decide what runs: an estimate is that of the worst answer."""
+
+import pytest
+import torch
+from torch import nn
+
+import tightfit
+from round_device import round_device
+from tiny import allocator_peak
+
+pytestmark = pytest.mark.keeps("computed-numbers-forward-reads")
+
+
+def layer():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+class Decides(nn.Module):
+    """Six layers and what runs of them; the answer on real numbers is the one that a dry run does not assume first."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.halt = nn.ModuleList(layer() for _ in range(6)), nn.Linear(64, 1)
+        self.way = way
+
+    def forward(self, x):
+        return self.way(self, x)
+
+    def all(self, x):
+        for each in self.layers:
+            x = x + each(x)
+        return x
+
+
+def while_some_go_on(model, x):  # adaptive depth, with a largest one
+    for each in model.layers:
+        if not (model.halt(x) < 1e9).any():
+            break
+        x = x + each(x)
+    return x
+
+
+def unless_all_are_certain(model, x):
+    for each in model.layers:
+        x = x + each(x)
+        if (model.halt(x) > 1e9).all():
+            break
+    return x
+
+
+def for_a_low_number(model, x):
+    return model.all(x) if model.halt(x).square().mean().item() * 0 < 0.5 else x + model.halt(x)
+
+
+def for_a_high_number(model, x):
+    return model.all(x) if model.halt(x).square().mean().item() * 0 + 1 > 0.5 else x + model.halt(x)
+
+
+def for_a_count(model, x):
+    return model.all(x) if int((model.halt(x) > -1e9).sum()) > 0 else x + model.halt(x)
+
+
+def for_different_ones(model, x):
+    return x + model.halt(x) if torch.equal(x, x + model.halt(x) * 0) and x.isnan().any() else model.all(x)
+
+
+def behind_a_check(model, x):
+    assert ((model.halt(x) + 1e9) > 0).all(), "no answer but True goes on"
+    return model.all(x) if (model.halt(x) > -1e9).any() else x + model.halt(x)
+
+
+def behind_a_division(model, x):
+    x = x / (model.halt(x).square().mean().item() + 1)
+    if model.halt(x).square().mean().item() == 0:
+        raise ZeroDivisionError("an answer that raises is none")
+    return model.all(x) if (model.halt(x) > -1e9).any() else x + model.halt(x)
+
+
+WAYS = [while_some_go_on, unless_all_are_certain, for_a_low_number, for_a_high_number, for_a_count]
+WAYS += [for_different_ones, behind_a_check, behind_a_division]
+
+
+def squares(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+def wanted(way, micro_batches=1):
+    return {"loss": squares, "optimizer": "sgd", "device": round_device(), "micro_batches": micro_batches}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_the_worst_answer_is_the_estimate_and_a_plan_fits_it(way):
+    model, batch = Decides(way), {"x": torch.randn(512, 64)}
+    found = tightfit.estimate(model, batch, **wanted(way))
+    assert found.peak_bytes == allocator_peak(Decides(way), batch, loss=squares, optimizer="sgd")
+    plan = tightfit.plan(model, batch, "0.8x", **wanted(way))
+    with plan.apply(model):
+        assert allocator_peak(model, batch, loss=squares, optimizer="sgd") == plan.peak_bytes <= plan.budget_bytes
+    for told in (found.assumptions, plan.assumptions):
+        # With other answers nothing else runs, or with the usual ones nothing that is trained.
+        is_alone = way in (for_a_high_number, for_a_low_number, for_different_ones, while_some_go_on)
+        assert any("numbers that decide what runs" in line for line in told) or is_alone, told
+
+
+def test_a_check_of_finite_numbers_has_one_answer():
+    def checked(model, x):
+        if torch.isnan(x).any() or torch.isinf(model.halt(x)).any() or not torch.isfinite(model.halt(x)).all():
+            x = torch.nan_to_num(x)
+        y = model.halt(x)
+        if torch.isnan(y).sum() > 0 or (y != y).any().item():
+            x = x.clamp(-1, 1)
+        assert not torch.logical_or(y.isnan(), y == float("inf")).any().float()
+        return model.all(x)
+
+    model, batch = Decides(checked), {"x": torch.randn(512, 64)}
+    found = tightfit.estimate(model, batch, **wanted(checked))
+    assert found.peak_bytes == allocator_peak(model, batch, loss=squares, optimizer="sgd")
+    assert any("whether numbers are finite" in line for line in found.assumptions)
+
+
+def test_a_flag_that_is_written_is_no_longer_that_of_finite_numbers():
+    def flagged(model, x):
+        flag = torch.isnan(model.halt(x)).any()
+        flag.logical_or_(model.halt(x).mean() < 1e9)
+        return model.all(x) if flag else x + model.halt(x)
+
+    model, batch = Decides(flagged), {"x": torch.randn(512, 64)}
+    found = tightfit.estimate(model, batch, **wanted(flagged))
+    assert found.peak_bytes == allocator_peak(model, batch, loss=squares, optimizer="sgd")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loop_without_a_largest_count_runs_once_and_is_told(micro_batches):
+    def loop(model, x):
+        halted = (x * 0).sum(1, keepdim=True)
+        halted = halted + model.halt(x).detach() * 0
+        while (halted < 0.9).any():
+            x, halted = x + model.layers[0](x), halted + 1
+        return x + model.halt(x)
+
+    def once(model, x):
+        x = x + model.layers[0](x)
+        return x + model.halt(x)
+
+    batch = {"x": torch.randn(512, 64)}
+    found = tightfit.estimate(Decides(loop), batch, **wanted(loop, micro_batches))
+    plain = tightfit.estimate(Decides(once), batch, **wanted(once, micro_batches))
+    assert found.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.03)  # who has halted takes some bytes
+    assert any("a loop that ends by a number" in line and "each further round" in line for line in found.assumptions)
