@@ -5,11 +5,17 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from made_up_fits import leave_out_predictions
+from packed_rows import LENGTH, decoder, document, packed
 from tiny_training import Listener, metrics, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import tightfit
 from quick_trainings import leave_out_pictures
 from tightfit.errors import ConfigError, ModelError
+from tightfit.levers.recompute import OtherOperators
+from tightfit.step import model_loss
 from tightfit.training.api import train
 from tightfit.training.config import load_config
 from tightfit.training.data.packing import StreamPosition
@@ -139,3 +145,34 @@ def test_a_training_that_is_resumed_twice_within_an_epoch_ends_with_the_same_wei
     assert [line["loss"] for line in metrics(tmp_path / "whole")] == [
         line["loss"] for line in metrics(tmp_path / "resumed")
     ]
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Counts how often the kernel of attention runs forward, in backward too."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def of_step(cls, model, batch):
+        with cls() as calls:
+            model_loss(model, batch).backward()
+        model.zero_grad(set_to_none=True)
+        return calls.found
+
+
+@pytest.mark.filterwarnings(f"error::{OtherOperators.__module__}.OtherOperators")
+@pytest.mark.parametrize("order", [1, -1])  # the first batch is compared with the plan's
+@pytest.mark.parametrize("planned", [0, 2])
+def test_a_plan_that_keeps_attention_keeps_it_for_other_numbers_of_documents(planned, order):
+    rows = [[[LENGTH]] * 2, [[LENGTH // 2] * 2] * 2, [[LENGTH // 8] * 8, [LENGTH // 4] * 4]]
+    batches = [packed([[document(n, seed) for seed, n in enumerate(row)] for row in each]) for each in rows]
+    model = decoder()
+    plan = tightfit.plan(model, batches[planned], "0.9x", levers="exact")
+    assert any(choice.action == "operators" for choice in plan.choices)
+    with plan.apply(model):
+        for batch, documents in list(zip(batches, (2, 4, 12), strict=True))[::order]:
+            assert AttentionCalls.of_step(model, batch) == len(model.layers) * documents

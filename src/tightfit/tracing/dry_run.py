@@ -141,8 +141,10 @@ class DryRun(Recording):
         drawn = traits.is_random or any(cell.drawn for cell in cells)
         self.reads_draws |= drawn and (func in ASKING or func in COUNTED)
         everywhere = known_everywhere(func, args, self.is_everywhere) if unknown else None
-        if unknown and (answered := self.questions.ask(func, args, self.is_everywhere)) is not None:
-            return answered.value  # `loss.item()`: there is no number to read
+        if unknown:
+            of_update = self.phase is Phase.OPTIMIZER
+            if (answered := self.questions.ask(func, args, self.is_everywhere, of_update=of_update)) is not None:
+                return answered.value  # `loss.item()`: there is no number to read
         self.forget_imports()
         index = self.begin(inputs)
         reads = tuple(cell.value for cell in cells)

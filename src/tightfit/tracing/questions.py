@@ -27,7 +27,7 @@ import torch
 from tightfit.errors import TightfitError, TraceError
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.outcomes import are_answers_others
-from tightfit.tracing.record import ARE_EQUAL, NUMBER_READ, Assumption
+from tightfit.tracing.record import ARE_EQUAL, NUMBER_READ, READ_BY_OPTIMIZER, Assumption
 
 aten = torch.ops.aten
 NUMBERS = {bool: (False, True), int: (0, 1, 2**31 - 1), float: (1.0, 0.0, float("inf"))}  # the usual one, the others
@@ -264,11 +264,12 @@ class Questions:
         self.asked: dict[tuple[str, str, str], Assumption] = {}
 
     def ask(
-        self, func: Any, args: tuple, everywhere: Callable[[torch.Tensor], bool | None] = lambda tensor: None
+        self, func: Any, args: tuple, everywhere: Callable[[torch.Tensor], bool | None], *, of_update: bool = False
     ) -> Answer | None:
         """The documented answer if this operator reads a number from a tensor, else None.
 
-        `everywhere` says what all elements of a tensor are, if that is known of unknown numbers.
+        `everywhere` says what all elements of a tensor are, if that is known of unknown numbers. What an optimizer
+        reads `of_update` scales it (Adafactor), and decides nothing.
         """
         if func is aten._local_scalar_dense.default:
             dtype = args[0].dtype
@@ -276,7 +277,7 @@ class Questions:
                 self.note("whether numbers are finite", "True")
                 return Answer(torch.tensor(known, dtype=dtype).item())
             value = self.answers.answer(float if dtype.is_floating_point else bool if dtype == torch.bool else int)
-            self.note(NUMBER_READ, repr(value))
+            self.note(READ_BY_OPTIMIZER if of_update else NUMBER_READ, repr(value))
             if self.answers.is_of_a_round:
                 self.note("a loop that ends by a number", "to run once: each further round may take more memory")
             return Answer(value)

@@ -112,6 +112,7 @@ class ValueRecord(NamedTuple):
 
 
 NUMBER_READ, ARE_EQUAL = "a number read from a tensor", "whether two tensors are equal"
+READ_BY_OPTIMIZER = "a number that the optimizer read from a tensor"
 ANSWERED = frozenset({NUMBER_READ, ARE_EQUAL})
 
 
