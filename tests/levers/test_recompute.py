@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exactness import assert_bit_equal, run
 from tightfit.errors import LeverError, RecomputeError
-from tightfit.levers.recompute import Applied, Decision, OperatorKey, Policy, recompute
+from tightfit.levers.recompute import RECOMPUTE_ALL, Applied, Decision, OperatorKey, Policy, recompute
 from tightfit.levers.recompute.lever import apply_policies, matching_modules
 from tightfit.levers.recompute.rule import every_block
 
@@ -313,3 +313,29 @@ def test_a_compiled_model_with_recompute_has_the_right_gradients(backend):
         (compiled(inputs) * compiled(inputs).detach().cos()).sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.gradients[name])
+
+
+@pytest.mark.parametrize("operator", [torch.div, torch.mul])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("width", range(1, 17))
+def test_what_is_written_into_an_operand_is_written_there_again(operator, place, width):
+    """Complex numbers round otherwise where results go into an operand, in widths that differ between processors."""
+
+    class Rotates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(width)
+            self.up, self.weight = nn.Linear(width, width), nn.Parameter(torch.randn(width, dtype=torch.complex64))
+
+        def forward(self, x):
+            y = self.up(x)
+            with torch.no_grad():
+                pair = [torch.complex(y, y.cos()), torch.complex(y.sin() + 2, y)]
+                operator(*pair, out=pair[place])
+            return (self.weight * pair[place]).abs() + y
+
+    for rows in (1, 2):
+        x = torch.randn(rows, width)
+        plain = run(Rotates(), x)
+        frugal = run(Rotates(), x, levers=lambda model: apply_policies(model, {"": RECOMPUTE_ALL}))
+        assert_bit_equal(plain, frugal)

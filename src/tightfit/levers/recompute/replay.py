@@ -57,7 +57,14 @@ def rerun(operation: Operation | Fetch, present: tuple) -> None:
     private, replaced = [], {}
     if operation.written:
         private = [private_base(reference) for reference in operation.written]
-        replaced = {id(reference): base for reference, base in zip(operation.written, private, strict=True)}
+        # An argument that is read and is also where the results go (`torch.div(z, w, out=z)`) is one tensor again:
+        # kernels round complex numbers otherwise where it is two.
+        replaced = {
+            id(reference): base
+            for written, base in zip(operation.written, private, strict=True)
+            for reference in operation.references
+            if reference.value is written.value
+        }
     random = operation.generator_state
     if random is None and operation.switches == present:  # two contexts fewer
         results = operation.call(replaced)
