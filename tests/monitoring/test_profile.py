@@ -173,6 +173,9 @@ def test_the_record_goes_where_it_is_told(tmp_path):
 
 def test_what_is_no_script_or_no_folder_is_told_before_anything_runs(tmp_path):
     assert "no such script" in tightfit("profile", tmp_path / "none.py").error
+    told = tightfit("profile", sys.executable, tmp_path / "none.py")
+    assert told.code == 2
+    assert "a program, and no Python script" in told.error
     assert "is a folder: name a file" in tightfit("profile", "--output", tmp_path, SCRIPT).error
     outcome = tightfit("profile", "--output", tmp_path / "none" / "record.json", SCRIPT)
     assert (outcome.code, outcome.out) == (2, "")

@@ -49,11 +49,14 @@ def profile_script(
     The model is the first module with trained parameters that the script calls at top level with gradients enabled. The
     optimizers are those that step. `prepare(model)` is called inside the model's first call, before its forward.
 
-    Raises `InputError` if there is no such script. Exceptions of the script and of `prepare`, of any kind, are
-    returned.
+    Raises `InputError` if there is no such script, or no Python in it. Exceptions of the script and of `prepare`, of any
+    kind, are returned.
     """
     if not script.is_file():
         raise InputError(f"{script}: no such script")
+    with script.open("rb") as file:
+        if b"\0" in file.read(1024):
+            raise InputError(f"{script}: a program, and no Python script: give the script, without an interpreter")
     watch = Monitor(traced_step=traced_step)
     error: BaseException | None = None
     with _as_main(script, arguments), Discovery(watch, prepare):
