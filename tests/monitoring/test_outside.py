@@ -240,12 +240,12 @@ def test_a_script_that_plans_is_profiled_as_it_trains(tmp_path):
     assert record.peak_bytes == int(out)
 
 
+# A reward is a function that a training calls.
+TRAININGS = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "reward"]
+
+
 @pytest.mark.slow  # each is a whole training in a process of its own
-@pytest.mark.parametrize(
-    "path",
-    [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "reward"],
-    ids=lambda path: path.stem,
-)  # a reward is a function for a training
+@pytest.mark.parametrize("path", TRAININGS, ids=lambda path: path.stem)
 def test_every_example_can_be_profiled(path, tmp_path):
     _, record = profiled(path, tmp_path, **(ONE_RANK if path.stem == "ddp_loop" else {}))
     assert record.steps > 1

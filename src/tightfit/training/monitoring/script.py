@@ -49,8 +49,8 @@ def profile_script(
     The model is the first module with trained parameters that the script calls at top level with gradients enabled. The
     optimizers are those that step. `prepare(model)` is called inside the model's first call, before its forward.
 
-    Raises `InputError` if there is no such script, or no Python in it. Exceptions of the script and of `prepare`, of any
-    kind, are returned.
+    Raises `InputError` if there is no such script, or no Python in it. Exceptions of the script and of `prepare` are
+    returned, of any kind.
     """
     if not script.is_file():
         raise InputError(f"{script}: no such script")
