@@ -148,3 +148,28 @@ def test_a_loop_without_a_largest_count_runs_once_and_is_told(micro_batches):
     plain = tightfit.estimate(Decides(once), batch, **wanted(once, micro_batches))
     assert found.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.03)  # who has halted takes some bytes
     assert any("a loop that ends by a number" in line and "each further round" in line for line in found.assumptions)
+
+
+def test_code_that_is_traced_has_the_peak_of_the_worst_answer():
+    x = torch.randn(512, 64)
+    ways = (while_some_go_on, unless_all_are_certain, for_a_low_number, for_a_count, behind_a_check)
+    for way in ways:
+        model = Decides(way)
+        found = tightfit.trace(lambda model: model(x).square().mean().backward(), model, device=round_device())
+        plain = Decides(lambda model, x: model.all(x))
+        wanted = tightfit.trace(lambda model: model(x).square().mean().backward(), plain, device=round_device())
+        assert wanted.peak_bytes <= found.peak_bytes <= 1.01 * wanted.peak_bytes, way.__name__  # it asks beside
+        is_told = any("numbers that decide what runs" in line for line in found.assumptions)
+        # The usual answers of the others run all, or raise, since nothing that is trained runs.
+        assert is_told == (way in (for_a_count, behind_a_check)), way.__name__
+
+
+def test_code_that_raises_for_other_answers_has_the_usual_ones():
+    def divides(model, x):
+        if model(x).sum() > 1e9:
+            raise OverflowError
+        return model(x).mean() * 1
+
+    model, x = layer(), torch.randn(512, 64)
+    found = tightfit.trace(divides, model, x, device=round_device())
+    assert not any("decide what runs" in line for line in found.assumptions)

@@ -226,7 +226,7 @@ class DryRun(Recording):
         return cell
 
     def is_everywhere(self, tensor: torch.Tensor) -> bool | None:
-        """What all elements of a tensor are, of which nothing else is known; None if they may differ."""
+        """The value of all elements of a tensor of which nothing else is known; None if they may differ."""
         return self.see(tensor).everywhere
 
     def meet(self, stranger: torch.Tensor) -> None:

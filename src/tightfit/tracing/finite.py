@@ -39,7 +39,7 @@ _FOLLOWED = _SAME | _OPPOSITE | _COUNTS | _COMPARED | _OF_TWO
 
 
 def known_everywhere(func: Any, args: tuple, known: Callable[[torch.Tensor], bool | None]) -> bool | None:
-    """What every element of an operator's result is, where all numbers are finite. None if that is not known.
+    """The value of every element of an operator's result, where all numbers are finite. None if that is not known.
 
     `known` says the same of an argument. A count of what is nowhere is False.
     """

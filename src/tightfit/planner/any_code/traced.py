@@ -3,7 +3,8 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, overload
@@ -49,6 +50,7 @@ def trace(function: Callable[..., Any] | None = None, *inputs: Any, device: Any 
 
     Large results have shapes and no numbers, and those of a block are on the meta device after it. A number that is
     read from one (`.item()`, `if tensor.any()`) gets the answer of a dry run, and `found.assumptions` names it.
+    A function that reads one runs with the other answers too, and the figures are those of the higher peak.
     Afterwards weights, buffers, gradients, optimizers' states, random states, and the containers and attributes that
     the code can reach are as before. Variables that a block assigns keep what it assigned, and iterators that it has
     advanced stay there. An exception of the code comes through.
@@ -96,20 +98,26 @@ def trace(function: Callable[..., Any] | None = None, *inputs: Any, device: Any 
         )
     reached = Reached.of_call(function, (inputs, keywords))
 
-    def run() -> None:
-        with found.running(reached, _name_of(function)):
+    def run(outcome: Traced) -> Traced:
+        with outcome.running(reached, _name_of(function)):
             function(*inputs, **keywords)
+        return outcome
 
-    run_again(found.answers, run)
+    run_again(found.answers, lambda: run(found))
+    if found.has_answers:
+        # Other answers may be none: code may divide by them, or raise whatever it likes.
+        with suppress(Exception):
+            found.take_worse(run_again(found.answers.others, lambda: run(Traced(device, found.answers.others))))
     return found
 
 
 class Traced:
     """The figures of code that was run dry. `with trace(...) as found` fills it at the end of the block."""
 
-    def __init__(self, device: Any = None):
+    def __init__(self, device: Any = None, answers: Answers | None = None):
         self._device = device
-        self.answers = Answers()
+        self.answers = answers or Answers()
+        self.has_answers = False  # whether the code read numbers that a dry run does not have
         self._record: CodeRecord | None = None
         self._stack: ExitStack | None = None
         self._frame: FrameType | None = None
@@ -143,6 +151,12 @@ class Traced:
     def running(self, reached: Reached, name: str) -> "_Running":
         """A context whose code is run dry and recorded here."""
         return _Running(self, reached, name)
+
+    def take_worse(self, other: "Traced") -> None:
+        """Take the figures of the same code with other answers, if these are higher."""
+        if other.peak_bytes > self.peak_bytes:
+            told = "numbers that decide what runs were assumed to be those of the highest peak, of 2 outcomes"
+            self._record = replace(other.record, assumptions=(*other.record.assumptions, told))
 
     @property
     def record(self) -> CodeRecord:
@@ -253,6 +267,7 @@ class _Running:
             if error is None:
                 trace, made = self.dry.trace(), self.dry.states_made()
         if trace is not None:
+            self.found.has_answers = trace.has_answers
             modules = self.reached.modules.values()
             self.found._record = CodeRecord(
                 name=self.name,
