@@ -63,7 +63,7 @@ def test_a_trainer_within_a_budget_computes_the_same_losses_and_weights(script, 
     run = under(path, *arguments, memory_budget="0.7x")
     assert capsys.readouterr().out == expected
     assert expected.count("\n") == 5  # four losses to the last bit, and the weights
-    # A block that keeps the activations of some experts holds more if a router prefers those: a plan knows five ways.
+    # How many tokens each expert gets moves the peak a little. A plan knows five ways.
     assert run.record.peak_bytes <= run.plan.budget_bytes * (1.01 if moe else 1)
     assert any("the peak depends on it" in line for line in run.plan.assumptions) == bool(moe)
     assert run.plan.micro_batches == 2

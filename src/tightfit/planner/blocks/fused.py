@@ -155,7 +155,7 @@ class _CompiledSets:
         cls, graph: BlockGraph, options: Sequence[Option], choices: Sequence[Choice], eager: float, repeats: int
     ) -> "_CompiledSets":
         operations = _fused(graph)
-        sets = frontier(operations, limit=SETS)
+        sets = graph.alike_for_experts(frontier(operations, limit=SETS), operations)
         offered = [Choice(Policy(graph.kept_keys(each.kept)), each.replay_seconds) for each in sets]
         seen = []
         for option, choice in zip(options, choices, strict=True):

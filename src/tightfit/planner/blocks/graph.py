@@ -1,5 +1,6 @@
 """Turns the operators that a block ran into a graph."""
 
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +8,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from tightfit.levers.recompute import OperatorKey
-from tightfit.planner.blocks.frontier import BlockOperator
+from tightfit.planner.blocks.frontier import BlockOperator, KeepSet, keep_set
 from tightfit.runtime.module_paths import module_at
 from tightfit.tracing.record import OperatorRecord, Phase, StepTrace
 from tightfit.tracing.recording import NO_EXECUTOR_COST, ExecutorCost
+
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,17 @@ class BlockGraph:
     sizes: tuple[int, ...]
     kind: str
     captured: tuple[float, ...]  # for each operation, the seconds in which a captured block computes it again
+    alike: tuple[int, ...] = ()  # for each operation, the first one that does the same for another expert
+
+    def alike_for_experts(self, sets: Sequence[KeepSet], operations: Sequence[BlockOperator]) -> list[KeepSet]:
+        """These sets, each with what does the same for other experts: a router sends any number of tokens to one of
+        them, and the same number to all.
+        """
+        if not self.alike:
+            return list(sets)
+        firsts = [{self.alike[place] for place in each.kept} for each in sets]
+        places = [frozenset(p for p, first in enumerate(self.alike) if first in each) for each in firsts]
+        return [keep_set(operations, each) for each in places]
 
     def kept_keys(self, kept: frozenset[int]) -> frozenset[OperatorKey]:
         return frozenset(self.keys[index] for index in kept)
@@ -47,7 +61,29 @@ def block_graph(
     modules = tuple(trace.operators[i].module.removeprefix(path).lstrip(".") for i in calls)
     sizes = tuple(sum(result_sizes(trace, trace.operators[i]).values()) for i in calls)
     captured = tuple(trace.operators[i].seconds_with(executor.captured) for i in calls)
-    return BlockGraph(path, operations, keys, modules, sizes, kind_of(module_at(model, path), keys), captured)
+    kind = kind_of(module_at(model, path), keys)
+    return BlockGraph(path, operations, keys, modules, sizes, kind, captured, _alike(trace, calls, keys, modules))
+
+
+def _alike(
+    trace: StepTrace, calls: Sequence[int], keys: Sequence[OperatorKey], modules: Sequence[str]
+) -> tuple[int, ...]:
+    """For each operation the first one of the same name, operands and place among experts; empty where nothing routes.
+
+    Experts are what runs in or below a module that chooses.
+    """
+    if not trace.peak_depends_on_data:
+        return ()
+    choosing = {module for module, index in zip(modules, calls, strict=True) if trace.operators[index].chooses}
+    firsts: dict[tuple[str, ...], int] = {}
+    found = []
+    for place, (key, module) in enumerate(zip(keys, modules, strict=True)):
+        is_below = any(module == each or module.startswith(f"{each}.") or not each for each in choosing)
+        # What is written in place is one storage, whichever expert wrote last.
+        is_of_experts = is_below and not key.name.partition(".")[2].partition(".")[0].endswith("_")
+        what = key.name, key.operands, _NUMBER.sub("*", module)
+        found.append(firsts.setdefault(what, place) if is_of_experts else place)
+    return tuple(found)
 
 
 def first_call(trace: StepTrace, path: str) -> list[int]:

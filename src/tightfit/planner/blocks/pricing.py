@@ -41,8 +41,8 @@ class _Kind:
     def keep_sets(self, limit: int) -> list[KeepSet]:
         operations = self.graph.operations
         limit = limit if self.most is None else min(limit, self.most)
-        least = (keep_set(operations, kept) for kept in self.frugal)
-        return list(dict.fromkeys([*frontier(operations, limit=limit), *least]))
+        sets = [*frontier(operations, limit=limit), *(keep_set(operations, kept) for kept in self.frugal)]
+        return list(dict.fromkeys(self.graph.alike_for_experts(sets, operations)))
 
     def keys(self, places: frozenset[int]) -> frozenset[OperatorKey]:
         return self.graph.kept_keys(places)
