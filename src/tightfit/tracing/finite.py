@@ -58,7 +58,7 @@ def known_everywhere(func: Any, args: tuple, known: Callable[[torch.Tensor], boo
     if func in _SAME:
         return given[0]
     if func in _OPPOSITE:
-        return not given[0]
+        return None if func is aten.bitwise_not.default and args[0].dtype != torch.bool else not given[0]
     if func in _COUNTS:
         return None if given[0] else False
     numbers = args[1:2] if func in _COMPARED else ()

@@ -59,7 +59,7 @@ class Answers:
     is right.
     """
 
-    MOST_RUNS = 24  # of one step, if answers are to be found
+    MOST_RUNS, MOST_OTHERS = 24, 6  # of one step, if answers are to be found; if other answers are
 
     def __init__(self, usual: "Answers | None" = None) -> None:
         self._usual = usual
@@ -108,9 +108,9 @@ class Answers:
 
     def _other(self, place: Place, values: tuple[Any, ...], usual: "Answers") -> Any:
         """The answer that is not the usual one, where the step may go on with it."""
+        self.is_of_a_round = place in usual._ending or place in self._once
         if place in usual.changed:  # the usual one raises, and so this is the only one
             return values[1]
-        self.is_of_a_round = place in usual._ending or place in self._once
         if self.is_of_a_round:
             self._in_round ^= {place}
         begins = place in self._in_round
@@ -158,7 +158,7 @@ class Answers:
                 self._tried.clear()
         self._raised, self._runs = raised, self._runs + 1
         left = [place for place in self.asked if place not in self._tried and place not in self._fixed]
-        if not left or self._runs == self.MOST_RUNS:
+        if not left or self._runs == (self.MOST_RUNS if self._usual is None else self.MOST_OTHERS):
             self.settle(self.changed & self._fixed)
             return False
         self._last = left[-1]
