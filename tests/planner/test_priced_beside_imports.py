@@ -44,6 +44,8 @@ def planned(how: str) -> dict:
 @pytest.mark.slow  # two processes import the compiler, and compile sets
 def test_the_plan_is_that_of_one_process_which_prices_nothing_of_it_again():
     together, alone = planned("together"), planned("alone")
+    for found in (together, alone):  # the host's memory is that of the process
+        found["plan"] = {key: value for key, value in found["plan"].items() if not key.startswith("host")}
     assert together["plan"] == alone["plan"]
     assert len(alone["priced"]) == 2
     assert together["priced"] == []
