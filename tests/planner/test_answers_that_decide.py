@@ -173,3 +173,19 @@ def test_code_that_raises_for_other_answers_has_the_usual_ones():
     model, x = layer(), torch.randn(512, 64)
     found = tightfit.trace(divides, model, x, device=round_device())
     assert not any("decide what runs" in line for line in found.assumptions)
+
+
+def test_other_answers_with_which_no_step_goes_on_are_told():
+    checks = [eval(f"lambda y: bool((y > 1e9 + {number}).any())") for number in range(9)]  # more than are answered
+
+    def checked(model, x):
+        if any(check(model.halt(x)) for check in checks):
+            raise OverflowError
+        return model.all(x)
+
+    model, batch = Decides(checked), {"x": torch.randn(512, 64)}
+    found = tightfit.estimate(model, batch, **wanted(checked))
+    traced = tightfit.trace(lambda model: squares(model, batch).backward(), model, device=round_device())
+    assert found.peak_bytes == allocator_peak(model, batch, loss=squares, optimizer="sgd")
+    for told in (found.assumptions, traced.assumptions):
+        assert any("with other answers to what it reads the step raises OverflowError" in line for line in told), told

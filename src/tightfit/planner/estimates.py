@@ -110,11 +110,21 @@ def of_trace(request: Request, trace: StepTrace) -> Estimate:
 
 def of_outcomes(request: Request, trace: StepTrace) -> list[str]:
     """The assumption about numbers that the step reads and that decide what runs."""
-    if not request.has_outcomes(trace) or len(request.outcomes) < 2:
+    if not request.has_outcomes(trace):
         return []
+    told = [] if request.refused_answers is None else [answers_refused(request.refused_answers)]
     which = "random numbers" if all(numbers.is_drawn for numbers in request.outcomes) else "numbers"
-    count = len(request.outcomes)
-    return [f"{which} that decide what runs were assumed to be those of the highest peak, of {count} outcomes"]
+    return told if len(request.outcomes) < 2 else [*told, worst_outcome(which, len(request.outcomes))]
+
+
+def worst_outcome(which: str, count: int) -> str:
+    """The assumption about numbers that decide what runs."""
+    return f"{which} that decide what runs were assumed to be those of the highest peak, of {count} outcomes"
+
+
+def answers_refused(error: str) -> str:
+    """The assumption where a step raises an error of this name with other answers than those that are named."""
+    return f"with other answers to what it reads the step raises {error}, so these were assumed alone"
 
 
 def of_seconds(device: DeviceSpec) -> list[str]:

@@ -321,24 +321,40 @@ class Request:
     def size(self) -> int:
         return inseparable_samples(self.batch, self.loss)
 
-    @cached_property
+    @property
     def outcomes(self) -> tuple[OpenNumbers, ...]:
         """The outcomes of numbers read that change the plain step's memory, that of the highest peak first."""
+        return self._outcomes[0]
+
+    @property
+    def refused_answers(self) -> str | None:
+        """The exception of a step that does not go on with other answers than the usual ones, by name."""
+        return self._outcomes[1]
+
+    @cached_property
+    def _outcomes(self) -> tuple[tuple[OpenNumbers, ...], str | None]:
+        refused: str | None = None
         peaks: dict[tuple[int, ...], tuple[int, OpenNumbers]] = {}
         reads_draws, has_answers = True, self.world is None
         for numbers in OpenNumbers:
             if numbers is not OpenNumbers.HIGH and not (reads_draws if numbers.is_drawn else has_answers):
                 continue
-            # With every layer dropped a loss depends on no weight, which ends a training too. Other answers than the
-            # usual ones may be none: code may divide by them, or raise whatever it likes.
-            with suppress(ModelError if numbers.is_drawn else Exception):
+            try:
                 trace = Tracer(self, numbers).whole(self.plain, {})
-                peaks.setdefault(trace.levels, (trace.peak_bytes, numbers))
-                if numbers is OpenNumbers.HIGH:
-                    # A rank's step is not run again, and so has no other answers.
-                    reads_draws, has_answers = trace.reads_draws, trace.has_answers and self.world is None
+            except ModelError:
+                continue  # with every layer dropped a loss depends on no weight, which ends a training too
+            except Exception as error:
+                if numbers.is_drawn:
+                    raise
+                # Other answers than the usual ones may be none: code may divide by them, or raise whatever it likes.
+                refused = type(error).__name__
+                continue
+            peaks.setdefault(trace.levels, (trace.peak_bytes, numbers))
+            if numbers is OpenNumbers.HIGH:
+                # A rank's step is not run again, and so has no other answers.
+                reads_draws, has_answers = trace.reads_draws, trace.has_answers and self.world is None
         ordered = sorted(peaks.values(), key=lambda found: found[0], reverse=True)
-        return tuple(numbers for _, numbers in ordered)
+        return tuple(numbers for _, numbers in ordered), refused
 
     def has_outcomes(self, trace: StepTrace) -> bool:
         """True if a traced step may take other memory with other numbers than those that it read."""

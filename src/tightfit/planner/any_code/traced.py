@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,7 +17,7 @@ from tightfit.ops.weights.low_bit import weights_in
 from tightfit.planner.any_code.describe import describe_code
 from tightfit.planner.any_code.records import CodeRecord
 from tightfit.planner.arguments import refuse_compiled
-from tightfit.planner.estimates import assumption_sentences, of_seconds
+from tightfit.planner.estimates import answers_refused, assumption_sentences, of_seconds, worst_outcome
 from tightfit.planner.request import role_of
 from tightfit.planner.step_figures import step_figures
 from tightfit.planner.wrapped import refuse_distributed
@@ -105,9 +105,11 @@ def trace(function: Callable[..., Any] | None = None, *inputs: Any, device: Any 
 
     run_again(found.answers, lambda: run(found))
     if found.has_answers:
-        # Other answers may be none: code may divide by them, or raise whatever it likes.
-        with suppress(Exception):
-            found.take_worse(run_again(found.answers.others, lambda: run(Traced(device, found.answers.others))))
+        others = found.answers.others
+        try:
+            found.take_worse(run_again(others, lambda: run(Traced(device, others))))
+        except Exception as error:  # other answers may be none: code may divide by them, or raise whatever it likes
+            found.note(answers_refused(type(error).__name__))
     return found
 
 
@@ -155,8 +157,12 @@ class Traced:
     def take_worse(self, other: "Traced") -> None:
         """Take the figures of the same code with other answers, if these are higher."""
         if other.peak_bytes > self.peak_bytes:
-            told = "numbers that decide what runs were assumed to be those of the highest peak, of 2 outcomes"
-            self._record = replace(other.record, assumptions=(*other.record.assumptions, told))
+            self._record = other.record
+            self.note(worst_outcome("numbers", 2))
+
+    def note(self, assumption: str) -> None:
+        """Add an assumption to the record."""
+        self._record = replace(self.record, assumptions=(*self.record.assumptions, assumption))
 
     @property
     def record(self) -> CodeRecord:
