@@ -1,6 +1,6 @@
 """Finds the module of each operator: in forward the innermost running one, in backward that of the forward operator."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,8 @@ from tightfit.tracing.record import ModuleCall, Phase
 class ModuleTracker:
     """Follows forwards by global hooks, and backwards by the sequence numbers of autograd's nodes.
 
-    `calls` are the forwards so far. `open_calls` are the running ones, as indices into `calls`. `clock` returns the
-    time: the number of operators so far.
+    `calls` are the forwards so far. `open_calls` are the running ones, as indices into `calls`. `operators` are those
+    that ran so far, whose number is the time.
     """
 
     def __init__(self, model: nn.Module):
@@ -28,7 +28,7 @@ class ModuleTracker:
         self.handles: list[Any] = []
         self.calls: list[ModuleCall] = []
         self.open_calls: list[int] = []
-        self.clock: Callable[[], int] = lambda: 0
+        self.operators: Sequence[Any] = ()
 
     def __enter__(self) -> "ModuleTracker":
         self.handles = [
@@ -61,13 +61,14 @@ class ModuleTracker:
         self.stack.append(path)
         caller = self.open_calls[-1] if self.open_calls else -1
         self.open_calls.append(len(self.calls))
-        self.calls.append(ModuleCall(path, caller, self.clock(), self.clock(), checkpoint_is_around()))
+        now = len(self.operators)
+        self.calls.append(ModuleCall(path, caller, now, now, checkpoint_is_around()))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.stack.pop()
         if self.open_calls:  # the monitor may begin inside a model's call, which is then on the stack only
             number = self.open_calls.pop()
-            self.calls[number] = self.calls[number]._replace(end=self.clock())
+            self.calls[number] = self.calls[number]._replace(end=len(self.operators))
 
     def mark_compiled(self) -> None:
         """Note that code under `torch.compile` runs in the running call."""

@@ -221,7 +221,10 @@ def run_again(answers: Answers, run: Callable[[], Traced]) -> Traced:
         finally:
             answers.is_watched = outside
         if not again:
-            raise first
+            try:
+                raise first
+            finally:
+                del first  # this frame is in its traceback: each would keep the other, and the caller's model
 
 
 def _asking_place() -> Place:

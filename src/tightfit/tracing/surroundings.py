@@ -148,7 +148,7 @@ def dry_run_of(
 @contextmanager
 def running_dry(dry: DryRun) -> Iterator[None]:
     """A context in which this process runs dry. The memory that was written for real is as before at its end."""
-    dry.modules.clock = lambda: len(dry.operators)
+    dry.modules.operators = dry.operators
     with faults.raised():
         simulation.is_dry = True
         try:
@@ -193,19 +193,18 @@ def announce(
 
 def in_order_of_moving(model: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers in the order in which `model.to(device)` allocates them (`nn.Module._apply`)."""
-    seen: set[nn.Module | torch.Tensor | None] = {None}
+    return _moved(model, {None})
 
-    def of(module: nn.Module) -> Iterator[torch.Tensor]:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen:
-                yield from of(child)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor not in seen:
-                seen.add(tensor)
-                yield tensor
 
-    return of(model)
+def _moved(module: nn.Module, seen: set[nn.Module | torch.Tensor | None]) -> Iterator[torch.Tensor]:
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _moved(child, seen)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor not in seen:
+            seen.add(tensor)
+            yield tensor
 
 
 def held_by(modules: Iterable[nn.Module]) -> list[torch.Tensor]:

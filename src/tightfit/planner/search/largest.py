@@ -226,7 +226,7 @@ def maximise(
         try:
             plans[number] = as_plan(search, fastest(search))
         except CannotFit as error:
-            failures[number] = error
+            failures[number] = error.with_traceback(None)  # it has this frame, which keeps the model
             refused[:] = [Refusal(search)]  # of 1 at last, if nothing fits
         return number in plans
 

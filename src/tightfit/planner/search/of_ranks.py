@@ -127,7 +127,7 @@ class _Shardings:
             found = _searched(self.search(sharding), replace(self.world, sharding=sharding), self.default)
         except CannotFit as error:
             if self.error is None or error.least_bytes < self.error.least_bytes:
-                self.error = error
+                self.error = error.with_traceback(None)  # it has this frame, which keeps the model
             self.rejected.append(Rejected(in_words(sharding), "over the budget at its least", error.least_bytes))
             return
         slower = found
