@@ -12,9 +12,9 @@ from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.optim.by_name import build_optimizer, state_tensors
+from tightfit.optim.by_name import build_optimizer
 from tightfit.step import Loss, StepSettings, TokenBatch, forward_backward, model_loss, update
-from tightfit.tracing.surroundings import plain_tensors
+from tightfit.training.loop import resident_tensors
 
 VOCABULARY = 600
 
@@ -63,9 +63,7 @@ def allocator_peak(
         update(model, real, settings)
 
     step()
-    tensors = [t for part in parts for t in part.batch.values() if isinstance(t, torch.Tensor)]
-    resident = [*model.parameters(), *model.buffers(), *plain_tensors(model), *state_tensors(real), *tensors]
-    return measured_peak(step, resident)
+    return measured_peak(step, resident_tensors(model, real, [part.batch for part in parts], loss))
 
 
 def demand_exact_plan(model: nn.Module, batch: Any, budget: str) -> None:

@@ -77,14 +77,14 @@ def test_on_the_cpu_every_way_is_within_the_budget_that_the_allocator_measures(c
     fitting = error.ways_out.fitting
     assert len(fitting) >= 2
     for way in fitting:
-        if way.asked.step_in_backward:
+        step = way.asked.step
+        if step.step_in_backward:
             continue  # tests/recipes/test_ways_out.py measures it
         names = {"model": decoder(**shape), "batch": batch, "torch": torch}
         exec(way.python, names)
         plan, model = names["plan"], names["model"]
-        asked = way.asked
-        settings = StepSettings(asked.precision)
-        optimizer = plan.optimizer if isinstance(asked.optimizer, str) else asked.optimizer
+        settings = StepSettings(step.precision)
+        optimizer = plan.optimizer if isinstance(step.optimizer, str) else step.optimizer
         with plan.apply(model):
             peak = allocator_peak(
                 model, names["batch"], optimizer=optimizer, settings=settings, micro_batches=plan.micro_batches
