@@ -71,11 +71,11 @@ class _Stepping:
         with only(optimizer, parameter) as is_known:
             if not is_known:
                 return
-            self._is_inside = self.has_begun = True
+            self._is_inside = self.has_begun = simulation.updates = True
             try:
                 optimizer.step()
             finally:
-                self._is_inside = False
+                self._is_inside = simulation.updates = False
         parameter.grad = SpentGradient(parameter)
         self._spent.append(parameter)
 

@@ -16,6 +16,7 @@ class Simulation(threading.local):
     """Mutable, one instance: `simulation`, whose attributes are those of the reading thread."""
 
     is_dry: bool = False  # a step runs dry: hooks on the real model's gradients must do nothing
+    updates: bool = False  # an optimizer updates a weight within backward
     is_first_step: bool = False  # the step that runs dry is the first one on its device
     sharing_casts: frozenset[int] = frozenset()  # blocks whose calls share casts, as a first step showed
     card: Any = None  # the CUDA device that CPU tensors simulate (`tracing/cuda/role.py`)

@@ -142,8 +142,8 @@ class DryRun(Recording):
         self.reads_draws |= drawn and (func in ASKING or func in COUNTED)
         everywhere = known_everywhere(func, args, self.is_everywhere) if unknown else None
         if unknown:
-            of_update = self.phase is Phase.OPTIMIZER
-            if (answered := self.questions.ask(func, args, self.is_everywhere, of_update=of_update)) is not None:
+            phase = Phase.OPTIMIZER if simulation.updates else self.phase
+            if (answered := self.questions.ask(func, args, self.is_everywhere, phase)) is not None:
                 return answered.value  # `loss.item()`: there is no number to read
         self.forget_imports()
         index = self.begin(inputs)

@@ -27,13 +27,15 @@ import torch
 from tightfit.errors import TightfitError, TraceError
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.outcomes import are_answers_others
-from tightfit.tracing.record import ARE_EQUAL, NUMBER_READ, READ_BY_OPTIMIZER, Assumption
+from tightfit.tracing.record import ARE_EQUAL, NUMBER_READ, READ_BY_OPTIMIZER, Assumption, Phase
 
 aten = torch.ops.aten
 NUMBERS = {bool: (False, True), int: (0, 1, 2**31 - 1), float: (1.0, 0.0, float("inf"))}  # the usual one, the others
 LONGEST = 1 << 17  # times at one place: no answer ends this loop
 MOST_ENDED = 32  # answers that are tried together, in all loops of a step
-MOST_ASKED = 500  # times at one place, before a loop is thought to have no end
+# Times at one place, before a loop is thought to have no end: in one call of a module, and in a step. What asks in each
+# layer, in each expert or for each weight has an end.
+MOST_ASKED, MOST_IN_ALL = 500, 10_000
 ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default})  # return a number, not a tensor
 _OWN = ("tightfit.tracing", "tightfit.levers", "tightfit.step", "tightfit.runtime")
 _OURS = ("torch.", *_OWN)
@@ -75,23 +77,32 @@ class Answers:
         self._runs = 0
         self.is_watched = False  # whether a step that asks without an end is run again
         self._times: Counter[Place] = Counter()  # in this run
+        self._in_call: Counter[tuple[Place, int]] = Counter()  # in one call of a module
         self._in_loops: dict[Place, int] = {}  # places that are asked without an end, and how many answers there are
         self._ending: dict[Place, int] = {}  # which answers there, by number, were given to end the loop
         self._ended: set[frozenset[tuple[Place, int]]] = set()  # those that were tried
         self._long: set[Place] = set()  # places where no answer ends it: the loop is long
 
-    def answer(self, kind: type) -> Any:
-        """The answer to a question that the running code asks, of a kind of `NUMBERS`."""
+    def answer(self, kind: type, call: int | None) -> Any:
+        """The answer to a question that the running code asks, of a kind of `NUMBERS`.
+
+        `call` is the call of a module that runs, -1 in the code around the model's, None in autograd's and the
+        optimizer's.
+        """
         place, values = _asking_place(), NUMBERS[kind]
         self._times[place] += 1
-        if self._times[place] > MOST_ASKED // 2:  # what asks beside the place that ends the run may end the loop
-            self._in_loops[place] = len(values)
         if self._times[place] > LONGEST:
             raise TraceError(
                 f"{calling_line()}: a loop that ends by a number cannot be run dry, since a dry run computes none: "
                 "give it a largest count of rounds"
             )
-        if self.is_watched and self._times[place] > MOST_ASKED and place not in self._long:
+        endless = self._times[place] / MOST_IN_ALL
+        if call is not None:
+            self._in_call[place, call] += 1
+            endless = max(endless, self._in_call[place, call] / MOST_ASKED)
+        if endless > 0.5:  # what asks beside the place that ends the run may end the loop
+            self._in_loops[place] = len(values)
+        if self.is_watched and endless > 1 and place not in self._long:
             raise Endless
         if self._usual is not None:
             return self._other(place, values, self._usual)
@@ -128,6 +139,7 @@ class Answers:
     def begin(self) -> None:
         self.asked.clear()
         self._times.clear()
+        self._in_call.clear()
         self._in_round.clear()
 
     def end_loop(self) -> None:
@@ -266,26 +278,31 @@ class Questions:
         self.answers = answers or Answers()
         self.asked: dict[tuple[str, str, str], Assumption] = {}
 
+    def number(self, kind: type, phase: Phase) -> Any:
+        """The answer to a question of a kind of `NUMBERS` that is asked in a phase."""
+        calls = self.modules.open_calls
+        return self.answers.answer(kind, calls[-1] if calls else -1 if phase is Phase.FORWARD else None)
+
     def ask(
-        self, func: Any, args: tuple, everywhere: Callable[[torch.Tensor], bool | None], *, of_update: bool = False
+        self, func: Any, args: tuple, everywhere: Callable[[torch.Tensor], bool | None], phase: Phase
     ) -> Answer | None:
         """The documented answer if this operator reads a number from a tensor, else None.
 
         `everywhere` says what all elements of a tensor are, if that is known of unknown numbers. What an optimizer
-        reads `of_update` scales it (Adafactor), and decides nothing.
+        reads scales its update (Adafactor), and decides nothing.
         """
         if func is aten._local_scalar_dense.default:
             dtype = args[0].dtype
             if (known := everywhere(args[0])) is not None:
                 self.note("whether numbers are finite", "True")
                 return Answer(torch.tensor(known, dtype=dtype).item())
-            value = self.answers.answer(float if dtype.is_floating_point else bool if dtype == torch.bool else int)
-            self.note(READ_BY_OPTIMIZER if of_update else NUMBER_READ, repr(value))
+            value = self.number(float if dtype.is_floating_point else bool if dtype == torch.bool else int, phase)
+            self.note(READ_BY_OPTIMIZER if phase is Phase.OPTIMIZER else NUMBER_READ, repr(value))
             if self.answers.is_of_a_round:
                 self.note("a loop that ends by a number", "to run once: each further round may take more memory")
             return Answer(value)
         if func is aten.equal.default:
-            value = self.answers.answer(bool)
+            value = self.number(bool, phase)
             self.note(ARE_EQUAL, repr(value))
             return Answer(value)
         return None

@@ -53,7 +53,7 @@ def _answering(running: list[DryRun], name: str, read: Callable[..., Any]) -> Ca
             )
         is_float = self.is_floating_point() or self.is_complex()
         is_bool = self.dtype == torch.bool
-        value = running[0].questions.answers.answer(float if is_float else bool if is_bool else int)
+        value = running[0].questions.number(float if is_float else bool if is_bool else int, running[0].phase)
         running[0].questions.note("numbers read from a tensor", repr(value))
         with no_modes():  # the assumed tensor is not the step's, and must not be counted
             assumed = torch.full(self.shape, value, dtype=self.dtype)
