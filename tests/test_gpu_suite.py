@@ -79,7 +79,7 @@ def test_the_benchmark_of_offload_runs_at_small_size(suite, tmp_path, monkeypatc
     monkeypatch.setattr(offload, "PATTERNS", ("layers.0", "layers.*"))
     monkeypatch.setattr(offload, "SHARES", ("0.8x", "0.01x"))
     offload.main(["--small", "--output", str(tmp_path / "small.json")])
-    first, everything, planned, refused = json.loads((tmp_path / "small.json").read_text())["results"]
+    planned, refused, first, everything = json.loads((tmp_path / "small.json").read_text())["results"]
     assert 0 < 2 * first["share_of_activations"] < everything["share_of_activations"] < 1
     assert everything["peak_bytes"] < first["peak_bytes"]
     assert planned["peak_bytes"] <= planned["predicted_bytes"]
