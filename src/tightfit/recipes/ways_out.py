@@ -22,7 +22,7 @@ from tightfit.planner.request import Request, optimizer_peak
 from tightfit.planner.search.bisection import rough_bound
 from tightfit.planner.search.candidates import UNSEEN_BYTES, Candidate
 from tightfit.planner.search.fastest import Refusal
-from tightfit.planner.search.least import as_it_will_run, least_levers, peak_of, sized
+from tightfit.planner.search.least import LeastLevers, as_it_will_run, least_levers, peak_of, sized
 from tightfit.planner.search.of_ranks import search_ranks
 from tightfit.planner.search.search import Search
 from tightfit.planner.search.streaming import stream_at_least
@@ -411,15 +411,22 @@ class Finder:
         held = optimizer_peak(search.plain) + UNSEEN_BYTES > search.budget_bytes
         if search.excess(first) <= 0 or (held and not streams):
             return first
-        levers, _ = least_levers(search, search.plain, joining=False)
-        combination, policies, trace = sized(search, levers), dict(levers.policies), as_it_will_run(search, levers)
-        worst = search.tracer.routed_peaks(trace, combination, policies, levers.joined)
-        found = Candidate(combination, policies, levers.joined, trace, worst_bytes=max(worst, default=None))
+        enough = search.budget_bytes - UNSEEN_BYTES
+        levers, peak = least_levers(search, search.plain, joining=False, enough=enough)
+        found = self.with_levers(search, levers)
+        if peak <= enough and search.excess(found) > 0:  # by what a part of a step does not show
+            found = self.with_levers(search, least_levers(search, search.plain, joining=False)[0])
+        combination = found.combination
         if streams and search.excess(found) > 0:
             stream_at_least(search, combination.without(*search.of_role(Role.WHOLE_BLOCKS)), streams)
             if search.best is not None:
                 return search.best
         return min(first, found, key=lambda candidate: candidate.needed_bytes)
+
+    def with_levers(self, search: Search, levers: LeastLevers) -> Candidate:
+        combination, policies, trace = sized(search, levers), dict(levers.policies), as_it_will_run(search, levers)
+        worst = search.tracer.routed_peaks(trace, combination, policies, levers.joined)
+        return Candidate(combination, policies, levers.joined, trace, worst_bytes=max(worst, default=None))
 
     # Ways
 

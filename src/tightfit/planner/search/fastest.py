@@ -57,7 +57,8 @@ def fastest(search: Search) -> Candidate:
     search.consider(Candidate(plain, {}, (), search.plain, worst_bytes=max(routed, default=None)), "no lever")
     if search.best is None:
         reject_forbidden(search)
-        solve_combinations(search)
+        if not search.is_held_by_update:
+            solve_combinations(search)
         stream_blocks(search)
     elif search.request.compiles:
         solve_below_plain(search)
@@ -78,6 +79,8 @@ def solve_combinations(search: Search) -> None:
     search.priced |= priced_beside_imports(search, combinations)
     for _, alike in itertools.groupby(combinations, key=lambda combination: combination.micro_batches):
         for combination in alike:
+            if search.is_held_by_update:
+                return
             search.solve_blocks(combination)
             waiting.append(combination)
         # `micro_batches="auto"` promises the largest micro-batch that fits, even if smaller ones run faster.

@@ -7,7 +7,6 @@ from tightfit.levers.recompute.rule import every_block
 from tightfit.planner.levers import Recompute, Role
 from tightfit.planner.records import Rejected
 from tightfit.planner.search.search import Search
-from tightfit.tracing.record import Phase
 
 
 def try_last_resorts(search: Search) -> None:
@@ -17,6 +16,8 @@ def try_last_resorts(search: Search) -> None:
     least = search.least.combination.without(*search.of_role(Role.WHOLE_BLOCKS), *search.of_role(Role.EXECUTION))
     for kind in search.of_role(Role.LAST):
         for setting in kind.settings(search.step()):
+            if search.is_held_by_update:
+                return
             combination = least.with_lever(setting)
             try:
                 search.solve_blocks(combination)
@@ -36,8 +37,8 @@ def join_segments(search: Search) -> None:
     world = search.request.world
     if world is not None and world.is_sharded and world.sharding.reshard_after_forward is not False:
         return  # a segment recomputes several blocks at once, and FSDP2 has gathered the weights of one
-    if search.least.trace.peak_operator.phase is Phase.OPTIMIZER:
-        return  # segments lower only forward and backward
+    if search.is_held_by_update:
+        return
     # That of least peak may capture blocks, and without these it may be above another one, with tiles.
     combination = search.joinable.combination
     for segments in segment_counts(len(search.paths)):

@@ -24,12 +24,13 @@ class LeastLevers:
     joined: tuple[str, ...] = ()
 
 
-def least_levers(search: Search, plain: StepTrace, *, joining: bool = True) -> tuple[LeastLevers, int]:
+def least_levers(search: Search, plain: StepTrace, *, joining: bool = True, enough: int = 0) -> tuple[LeastLevers, int]:
     """The levers of least peak among those that a plan may use, and that peak in bytes.
 
     `plain` is a plain step of the same model, with any batch. With `joining`, blocks joined to segments are tried too.
-    Raises `LeverError` if no levers can be applied to the model.
+    A peak of at most `enough` bytes ends the search. Raises `LeverError` if no levers can be applied to the model.
     """
+    enough = max(enough, optimizer_peak(plain))  # which no lever lowers
     tried = [_frugal(search, plain)]
     flat = tried[0].combination.without(*search.of_role(Role.WHOLE_BLOCKS))
     for kind in search.of_role(Role.LAST):
@@ -38,6 +39,8 @@ def least_levers(search: Search, plain: StepTrace, *, joining: bool = True) -> t
     peaks: dict[int, int] = {}
     refused: LeverError | None = None
     for index, levers in enumerate(tried):
+        if peaks and min(peaks.values()) <= enough:
+            break
         try:
             peaks[index] = peak_of(search, plain, levers)
         except LeverError as error:  # a module that cannot be tiled: the others remain
@@ -48,7 +51,7 @@ def least_levers(search: Search, plain: StepTrace, *, joining: bool = True) -> t
     may = search.request.may
     levers, peak = tried[best], peaks[best]
     # With offload the inputs of blocks have left the device already, so joining blocks would save nothing.
-    if joining and may(Recompute) and not may(Offload) and peak > optimizer_peak(plain):
+    if joining and may(Recompute) and not may(Offload) and peak > enough:
         return _joined(search, plain, levers, peak)
     return levers, peak
 

@@ -28,7 +28,7 @@ from tightfit.planner.search.candidates import (
 )
 from tightfit.runtime.forked import processes_for, shared_out
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
-from tightfit.tracing.record import Category, StepTrace
+from tightfit.tracing.record import Category, Phase, StepTrace
 from tightfit.units import format_bytes, is_share_of, parse_budget
 
 SMALL = 1500  # operators of a step that is traced in no time worth naming
@@ -185,6 +185,18 @@ class Search:
         if key not in self.wholes:
             self.wholes[key] = self.tracer.whole(combination, policies, joined)
         return self.wholes[key]
+
+    @property
+    def is_held_by_update(self) -> bool:
+        """True if nothing fits, and the least peak found is of weights, gradients and states in the optimizer's phase.
+
+        No lever of forward and backward lowers that.
+        """
+        if self.best is not None or self.least is None:
+            return False
+        trace = self.least.trace
+        is_update = trace.peak_operator.phase is Phase.OPTIMIZER
+        return is_update and trace.by_category()[Category.ACTIVATION] <= UNSEEN_BYTES  # a loss, and its parts
 
     def consider(self, candidate: Candidate, name: str) -> None:
         """Keep the candidate if it is the fastest that fits, and record why the slower one is rejected."""
