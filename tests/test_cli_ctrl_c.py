@@ -58,25 +58,25 @@ def test_the_end_does_not_wait_for_kernels_that_the_compiler_has_not_begun(monke
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
-    monkeypatch.setattr(config, "compile_threads", 2)
-    AsyncCompile.pool.cache_clear()
-    begun, may_end = threading.Barrier(3), threading.Event()
-    kernels = []
+    with config.patch(compile_threads=2):  # monkeypatch leaves the setting hidden from all that compiles later
+        AsyncCompile.pool.cache_clear()
+        begun, may_end = threading.Barrier(3), threading.Event()
+        kernels = []
 
-    def kernel():
-        begun.wait(60)
-        return may_end.wait(60)
+        def kernel():
+            begun.wait(60)
+            return may_end.wait(60)
 
-    def compiles(**_):
-        kernels.extend(AsyncCompile.submit(kernel) for _ in range(3))
-        begun.wait(60)
-        press_ctrl_c()
+        def compiles(**_):
+            kernels.extend(AsyncCompile.submit(kernel) for _ in range(3))
+            begun.wait(60)
+            press_ctrl_c()
 
-    monkeypatch.setattr("tightfit.cli.app.app", compiles)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    may_end.set()
-    assert (ended.value.code, [kernel.cancelled() for kernel in kernels]) == (130, [False, False, True])
-    assert [kernel.result() for kernel in kernels[:2]] == [True, True]
-    assert AsyncCompile.submit(int).result() == 0
+        monkeypatch.setattr("tightfit.cli.app.app", compiles)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        may_end.set()
+        assert (ended.value.code, [kernel.cancelled() for kernel in kernels]) == (130, [False, False, True])
+        assert [kernel.result() for kernel in kernels[:2]] == [True, True]
+        assert AsyncCompile.submit(int).result() == 0
     AsyncCompile.pool.cache_clear()
