@@ -253,6 +253,15 @@ def test_what_asks_for_each_layer_or_weight_of_a_large_model_is_no_loop(asking):
     assert not any("loop" in told for told in found.assumptions)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_an_optimizer_reads_is_told_with_its_own_line(in_backward):
+    how = {"optimizer": "adafactor", "step_in_backward": in_backward, "device": round_device()}
+    found = tightfit.estimate(nn.Linear(8, 8), {"x": torch.randn(4, 8)}, loss=loss_with(finite), **how)
+    told = [line for line in found.assumptions if "the optimizer read" in line]
+    assert told
+    assert all("_adafactor.py:" in line for line in told)
+
+
 COUNTS = {
     "unique": lambda out: torch.unique((out > 0).sum(-1)).numel() * out.mean(),
     "unique_dim": lambda out: torch.unique(out.detach().round(), dim=0, return_inverse=True)[1].sum() * out.mean(),

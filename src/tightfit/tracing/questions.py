@@ -37,8 +37,9 @@ MOST_ENDED = 32  # answers that are tried together, in all loops of a step
 # layer, in each expert or for each weight has an end.
 MOST_ASKED, MOST_IN_ALL = 500, 10_000
 ASKING = frozenset({aten._local_scalar_dense.default, aten.equal.default})  # return a number, not a tensor
-_OWN = ("tightfit.tracing", "tightfit.levers", "tightfit.step", "tightfit.runtime")
+_OWN = ("tightfit.tracing", "tightfit.levers", "tightfit.step", "tightfit.runtime", "tightfit.optim.in_backward")
 _OURS = ("torch.", *_OWN)
+_RUNNER = "tightfit.tracing.repeated"  # runs a step; what calls it is not in the step
 Traced = TypeVar("Traced")
 
 
@@ -314,11 +315,15 @@ class Questions:
 
 
 def calling_line() -> str:
-    """File and line of the innermost frame outside of PyTorch and this package: the user's code."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
+    """File and line of the innermost frame outside of PyTorch and this package: the user's code.
+
+    Of a step that no code of the user's is in, as in an optimizer of PyTorch's, the innermost one of PyTorch's.
+    """
+    frame, pytorchs = sys._getframe(1), "unknown"
+    while frame is not None and (name := frame.f_globals.get("__name__", "")) != _RUNNER:
         if not name.startswith(_OURS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if pytorchs == "unknown" and name.startswith("torch.optim."):
+            pytorchs = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return "unknown"
+    return pytorchs
