@@ -17,7 +17,7 @@ from tightfit.levers.recompute import region
 from tightfit.levers.recompute.recorder import Recorder
 from tightfit.memory.disk import DiskRates
 from tightfit.planner.levers import MicroBatches, Offload
-from tiny import decoder, token_batch
+from tiny import Stack, decoder, token_batch
 
 
 @pytest.mark.keeps("verify-detects-plan-changes")
@@ -298,3 +298,17 @@ def test_a_loss_that_takes_its_labels_out_of_the_batch_is_verified():
     assert str(verify(model, batch, made, loss=loss)).startswith("bit-equal")
     assert batch["x"].grad is None
     assert list(batch) == ["x", "y"]
+
+
+@pytest.mark.keeps("verify-detects-plan-changes")
+def test_a_plan_that_keeps_what_dropout_computes_is_verified_without_a_warning():
+    """Rounding is judged without dropout, so that its blocks run other operators than planned, and rightly."""
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32)) for _ in range(3)]
+    model, batch = Stack(*blocks), {"x": torch.randn(64, 32)}
+
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    made = plan(model, batch, "0.8x", loss=loss, levers=["recompute", "micro_batch"], micro_batches=2)
+    assert "dropout" in str(made) or "div_" in str(made)
+    assert verify(model, batch, made, loss=loss).ok
