@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from injected_out_of_memory import CPU_WORDS, CUDA_WORDS
 from tightfit.errors import CannotFit, RecoveryError
@@ -62,6 +63,30 @@ def test_what_ran_is_not_held_after_a_failure_nor_what_it_had_caught_itself():
         assert [reference() for reference in held] == [None, None]
     finally:
         gc.enable()
+
+
+def test_what_an_interrupted_backward_has_saved_is_not_held():
+    """Autograd's engine keeps nodes that waited until the next backward, which a recovered step runs too late."""
+    saved = []
+
+    def fails(parameter):
+        raise RuntimeError(CPU_WORDS)
+
+    def step():
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        model[2].bias.register_post_accumulate_grad_hook(fails)
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda box: box.tensor):
+            y = model(torch.randn(4, 8, requires_grad=True)).sum()
+        y.backward()
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor.detach()
+            saved.append(weakref.ref(self))
+
+    assert caught(step, CPU) is not None
+    assert len(saved) > 3
+    assert all(reference() is None for reference in saved)
 
 
 def test_any_other_error_goes_through_with_its_traceback():

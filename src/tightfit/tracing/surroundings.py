@@ -9,7 +9,7 @@ from torch import nn
 
 from tightfit.levers.activity import activity
 from tightfit.memory.allocator import collector_off, memory_of, scales_of
-from tightfit.runtime.internals import notice_compiled_calls
+from tightfit.runtime.internals import forget_interrupted_backward, notice_compiled_calls
 from tightfit.runtime.module_paths import plain_tensors_of, registered_modules
 from tightfit.runtime.nested import tensors_in
 from tightfit.runtime.outside import outside_training
@@ -153,6 +153,9 @@ def running_dry(dry: DryRun) -> Iterator[None]:
         simulation.is_dry = True
         try:
             yield
+        except BaseException:
+            forget_interrupted_backward()
+            raise
         finally:
             simulation.is_dry = False
             dry.restore()

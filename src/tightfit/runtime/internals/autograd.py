@@ -92,6 +92,16 @@ def newest_sequence_number() -> int:
     return _autograd._get_sequence_nr() - 1
 
 
+def forget_interrupted_backward() -> None:
+    """Let go of what a backward that ended in an error has left in this thread: nodes that waited, and what they saved.
+
+    The engine drops them when it finds them in its queue, which is in the next backward on a CPU (`thread_main` in
+    torch/csrc/autograd/engine.cpp). At the end of a thread, PyTorch 2.15 drops them too late, and crashes.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).backward()
+
+
 def set_version_counters(tensors: Iterable[torch.Tensor], versions: Iterable[int]) -> None:
     """Set the in-place counters of tensors."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))

@@ -15,6 +15,7 @@ import torch
 
 from tightfit.errors import RecoveryError
 from tightfit.memory.failure import OutOfMemory, is_out_of_memory, parse_out_of_memory
+from tightfit.runtime.internals import forget_interrupted_backward
 
 TRIES = 4
 MOST_SPARED = 0.95  # of what is there: what fragmentation leaves unusable
@@ -78,7 +79,8 @@ def insist(call: Callable[[], Any], device: torch.device) -> Any:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nobody holds: cycles of objects, and segments that CUDA's allocator keeps."""
+    """Give back what nobody holds: nodes of an interrupted backward, cycles, and cached segments of a card."""
+    forget_interrupted_backward()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
