@@ -9,6 +9,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 
+from tightfit.runtime.internals.dispatcher import no_modes
+
 _autograd: Any = getattr(torch._C, "_autograd")  # noqa: B009 (the stub does not know it)
 
 ENGINE_CODE = _engine_run_backward.__code__  # the frame from which the engine calls its own operators
@@ -98,7 +100,7 @@ def forget_interrupted_backward() -> None:
     The engine drops them when it finds them in its queue, which is in the next backward on a CPU (`thread_main` in
     torch/csrc/autograd/engine.cpp). At the end of a thread, PyTorch 2.15 drops them too late, and crashes.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    with no_modes(), torch.inference_mode(False), torch.enable_grad():  # whoever counts operators counts the step's
         torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
