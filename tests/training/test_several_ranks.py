@@ -129,7 +129,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(nursery: Nursery, tmp_p
     [
         (("training.nonsense=1",), "unknown key training.nonsense", 2),
         (("training.step_in_backward=true", "training.grad_clip=null"), "before the gradients of 2 ranks", 2),
-        (("--nonsense",), "No such option", 2),
+        (("--nonsense",), "no such option", 2),
         (("data.source=/nowhere.txt", "output.folder=/proc/nowhere"), "/proc/nowhere: cannot be written", 2),
     ],
 )
