@@ -199,6 +199,7 @@ VIDEOS = {
 }
 SEQUENCES = {
     "convolution": lambda x: F.conv1d(x, torch.ones(6, x.shape[1], 3, requires_grad=True)),
+    "convolution of transposed weights": lambda x: F.conv1d(x, torch.ones(6, 3, x.shape[1]).mT.requires_grad_()),
     "convolution of each channel": lambda x: F.conv1d(
         x, torch.ones(x.shape[1], 1, 3, requires_grad=True), groups=x.shape[1]
     ),

@@ -464,8 +464,10 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -
     if simulation.of_cuda and torch.float64 in (x.dtype, weight.dtype):
         return found
     layout = _layout_of_convolution(x, weight, *rest)
-    if layout is torch.contiguous_format:
-        return found
+    return found if layout is torch.contiguous_format else _laid_out(found, layout)
+
+
+def _laid_out(found: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
     if found.dim() == 3:  # a sequence is an image of one row
         return found.unsqueeze(2).contiguous(memory_format=layout).squeeze(2)
     return found.contiguous(memory_format=layout)
@@ -499,6 +501,9 @@ def _convolution_backward(
     found = aten.convolution_backward.default(gradient, x, weight, bias, *rest)
     if not simulation.of_cuda and x.dim() == 5 and not _takes_onednn(x, weight, *rest):
         return *(None if each is None else _meta(each.shape, each.dtype) for each in found[:2]), found[2]
+    if x.dim() == 3 and not simulation.of_cuda:
+        layout = _layout_of_convolution(x, weight, *rest)
+        return *(None if each is None else _laid_out(each, layout) for each in found[:2]), found[2]
     if installed_release() >= (2, 13) or torch.float64 in (x.dtype, weight.dtype):
         return found
     # The meta kernel of earlier releases has the layout of the gradient that came; kernels have that of forward.
