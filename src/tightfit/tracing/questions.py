@@ -317,7 +317,7 @@ class Questions:
 def calling_line() -> str:
     """File and line of the innermost frame outside of PyTorch and this package: the user's code.
 
-    Of a step that no code of the user's is in, as in an optimizer of PyTorch's, the innermost one of PyTorch's.
+    If the step has no such frame where it asks, as in an optimizer of PyTorch's, the innermost frame of `torch.optim`.
     """
     frame, pytorchs = sys._getframe(1), "unknown"
     while frame is not None and (name := frame.f_globals.get("__name__", "")) != _RUNNER:
