@@ -88,9 +88,11 @@ class InOtherLayouts(TorchDispatchMode):
             out = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError, IndexError, ValueError):
             return  # the operator itself refuses these operands
+        real = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
+        if not real:
+            return  # a number that the model reads: nothing is laid out
         _, key = inputs_and_key(func, args, kwargs)
         predicted = result_shapes(func, args, kwargs, key, _is_number)
-        real = [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
         found = tree_flatten(predicted, lambda x: isinstance(x, TensorShape))[0]
         shapes = [x for x in found if isinstance(x, TensorShape)]
         self.compared[str(func)] += 1
