@@ -168,7 +168,11 @@ def test_at_first_use_no_question_waits_for_a_calibration(calibrations, asked):
 @pytest.mark.parametrize(
     "asked",
     [
-        ("plan", "--model", "cpu8", "--seq-len", 8, "--budget", "400MiB", "--maximise", "batch_size", "--html"),
+        pytest.param(
+            ("plan", "--model", "cpu8", "--seq-len", 8, "--budget", "400MiB", "--maximise", "batch_size", "--html"),
+            marks=pytest.mark.slow,  # many batches, and a curve
+            id="plan",
+        ),
         ("fit", "--model", "cpu8", "--seq-len", 8, "--optimizer", "sgd", "--dtype", "fp32", "--pick", 1, "--output"),
     ],
     ids=lambda asked: asked[0],
@@ -179,6 +183,7 @@ def test_a_question_that_is_planned_again_says_once_that_seconds_are_rough(tmp_p
     assert outcome.err.count("predicted seconds are rough") == 1
 
 
+@pytest.mark.slow  # searches recipes twice
 def test_a_recipe_for_a_card_in_a_machine_is_planned_for_that_machine(tmp_path):
     asked = (
         *("fit", "--model", "cpu8", "--seq-len", 8, "--device", "rtx3060", "--host", "bandwidth=0.5GB/s", "--json"),

@@ -106,6 +106,7 @@ def test_the_levers_that_are_named_are_those_of_the_search():
     assert int(settings(default.out)["training.batch_size"]) >= int(settings(exact.out)["training.batch_size"])
 
 
+@pytest.mark.slow  # a plan for each batch
 def test_micro_batches_are_counted_by_the_plan(config):
     by_option = tightfit("plan", config, "--micro-batches", "auto", "--budget", "0.7x", "--json")
     by_key = tightfit("plan", config, "training.gradient_accumulation_steps=auto", "memory.budget=0.7x", "--json")

@@ -47,6 +47,7 @@ def test_the_tools_only_read_and_running_a_script_is_asked_for():
     assert tools(server(allow_run=True)).keys() == {*found, "run"}
 
 
+@pytest.mark.slow  # an estimate of an 8B twice
 def test_an_estimate_of_a_configs_text_is_that_of_the_command():
     wrong, text = ask("estimate", model=json.dumps(CONFIG), device="rtx3060-12", seq_len=32, precision="fp32")
     assert not wrong, text

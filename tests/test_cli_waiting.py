@@ -92,6 +92,7 @@ def test_signals_are_as_they_were_behind_it_and_a_thread_that_has_none_writes_at
     assert log.getvalue() == "0 s: a step\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("command-runs-steps-dry")
 @pytest.mark.parametrize(
     "arguments",

@@ -157,6 +157,7 @@ def test_attention_is_chosen_by_name(tmp_path, config):
     assert answer(config(), "--attention", "eager") == answer(config(), "model.attention=eager") != answer(config())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("published-model-named-spelling")
 @pytest.mark.parametrize(
     ("shape", "kind", "said"),

@@ -199,6 +199,7 @@ def test_micro_batches_of_a_model_that_drops_by_functions_are_verified_without_d
     assert report.planned_error < 1e-5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["loss", "buffers"])
 def test_buffers_and_losses_are_compared(what, monkeypatch):
     model, batch = decoder(), token_batch(8)
@@ -216,6 +217,7 @@ def test_buffers_and_losses_are_compared(what, monkeypatch):
     assert not verify(model, batch, made).ok
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.keeps("verify-leaves-generators")
 @pytest.mark.parametrize("own", [torch.Generator, numpy.random.default_rng, numpy.random.RandomState, random.Random])
 def test_a_generator_that_a_module_holds_is_compared(own, monkeypatch):

@@ -22,6 +22,7 @@ def given_back():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("left_mib", [600, 2048, 8192, None])
 def test_it_takes_a_quarter_of_what_is_free_at_most(left_mib, monkeypatch):
     monkeypatch.setattr(module, "SECONDS", 0.05)

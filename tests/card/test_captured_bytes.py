@@ -31,6 +31,7 @@ def growing_segments(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("growing_segments")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", [KEEP_ALL, RECOMPUTE_ALL], ids=["keep all", "recompute all"])
@@ -72,6 +73,7 @@ class Repeated(torch.nn.Module):
         return SimpleNamespace(loss=sum(self.model(**batch).loss for _ in range(self.times)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_blocks_recomputed_by_hand_take_the_predicted_bytes_though_autocast_begins_with_the_recorder(times):
     """Segments do not grow here: what the first step leaves behind splits them otherwise."""

@@ -45,6 +45,7 @@ def measured(levers_on, build, batch, precision, kind=CapturedForward):
     return peak
 
 
+@pytest.mark.slow  # inductor compiles
 @pytest.mark.keeps("compiled-blocks-on-a-card")
 @pytest.mark.parametrize(
     ("policy", "precision", "dropout"),

@@ -73,6 +73,7 @@ def without_mask(tmp_path_factory):
     return without
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_a_script_that_looks_at_its_mask_takes_the_branch_that_a_card_would(without_mask, tmp_path, capfd, look):
     run = run_with(tmp_path, look)

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.usefixtures("values")
 SHAPE = {"hidden_size": 128, "num_layers": 3, "num_heads": 2, "vocab_size": 300, "max_position_embeddings": 48}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("rewards-train-policy")
 @pytest.mark.parametrize("budget", [None, "0.95x"])
 def test_the_peak_of_each_phase_on_a_card_is_the_predicted_one(tmp_path, monkeypatch, budget):

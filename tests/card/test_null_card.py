@@ -28,6 +28,7 @@ def test_it_answers_with_the_figures_of_the_list():
     assert properties.multi_processor_count == card.multiprocessors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", ["t4", "rtx3060", "a100", "h100", "b200", "rtx5090"])
 def test_other_cards_start_and_run_a_step(device):
     code = (
@@ -64,6 +65,7 @@ def test_memory_ends_where_the_card_ends_and_comes_back():
     assert torch.cuda.mem_get_info()[0] == before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("setting", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_other_allocators_run_into_the_same_end(setting):
     code = (

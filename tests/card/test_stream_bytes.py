@@ -26,6 +26,7 @@ def growing_segments(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("beside", ["alone", "recompute", "offload"])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """The segments of CUDA's allocator that a step with streamed blocks takes are the predicted ones."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -42,10 +43,14 @@ def reserved():
 
 
 def test_a_step_reserves_what_was_predicted():
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     predicted, measured = json.loads(done.stdout.splitlines()[-1])
     assert measured == predicted
 
 
 if __name__ == "__main__":
-    print(json.dumps(reserved()))
+    print(json.dumps(reserved()), flush=True)
+    # On a busy machine autograd's thread of the card may not have let go of the last backward's context yet, a Python
+    # object: PyTorch then ends the process by SIGABRT while Python finalizes.
+    os._exit(0)

@@ -23,6 +23,7 @@ ON_CARD = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.parametrize("is_file", [False, True])
 def test_a_training_that_streams_has_the_bits_of_the_plain_one_and_is_resumed(is_file, tmp_path, monkeypatch):

@@ -110,6 +110,7 @@ def zeros(model, masks):
     )
 
 
+@pytest.mark.slow  # three trainings
 @pytest.mark.keeps("masked-weights-exactly-zero")
 def test_masked_weights_stay_zero_through_steps_a_save_and_a_resume(tmp_path, monkeypatch):
     leave_out_pictures(monkeypatch)

@@ -126,6 +126,7 @@ def test_scores_by_gradient_are_the_loss_that_a_removal_costs_to_first_order():
     assert scores.groups[2][2].item() == pytest.approx(abs(slope), rel=0.02)
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_parts_ranked_without_a_text_are_said_to_be(tmp_path):
     source = tiny_folder(tmp_path / "model", tiny_model("llama"))
     command = [sys.executable, "-m", "tightfit", "prune", source, "--ffn", "0.25", "--output", tmp_path / "out"]

@@ -142,6 +142,7 @@ def test_a_host_that_is_wrong_is_one_line(text, wrong):
         with_host(card("rtx4090"), text)
 
 
+@pytest.mark.slow  # a plan for each host
 def test_a_faster_host_updates_faster_and_its_memory_is_the_budget():
     asked = ("--model", "cpu26", "--seq-len", "64", "--device", "rtx4090", "--optimizer", "offloaded_adamw", "--json")
     seconds = {}

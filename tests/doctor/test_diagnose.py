@@ -227,6 +227,7 @@ def test_a_watch_is_compared_with_what_was_expected():
     assert found.holders[0].bytes == max(watch.by_module.values())
 
 
+@pytest.mark.slow  # two diagnoses with their remedies
 def test_a_watch_of_another_model_is_said_to_be_one():
     model, batch = torch.nn.Linear(4, 4), (torch.ones(2, 4),)
     watch, optimizer = watched(model, batch, squares)

@@ -277,6 +277,7 @@ def test_a_compiled_or_distributed_model_is_one_line(tmp_path):
 
 
 # The plan is made for a batch with padding; batches without any take attention without a mask, which is said once.
+@pytest.mark.slow  # two trainings and a plan
 @pytest.mark.filterwarnings("ignore::tightfit.levers.recompute.OtherOperators")
 def test_shards_of_one_process_are_trained_within_the_budget(tmp_path):
     plain = train(tmp_path)

@@ -83,6 +83,7 @@ class Engine(trl.GRPOTrainer):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow  # a training and its plan for each case
 @pytest.mark.usefixtures("narrow_head")
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_the_share_of_vllm_in_the_process_is_taken_off_unless_it_sleeps(tmp_path, monkeypatch, sleeps):
@@ -96,6 +97,7 @@ def test_the_share_of_vllm_in_the_process_is_taken_off_unless_it_sleeps(tmp_path
     assert budget.plan.budget_bytes == int(0.8 * whole) - (0 if sleeps else int(0.25 * whole))
 
 
+@pytest.mark.slow  # a training and its plan
 @pytest.mark.usefixtures("narrow_head")
 def test_a_share_of_the_plain_peak_is_not_for_vllm(tmp_path, monkeypatch):
     monkeypatch.setattr(trl, "GRPOTrainer", Engine)
@@ -106,6 +108,7 @@ def test_a_share_of_the_plain_peak_is_not_for_vllm(tmp_path, monkeypatch):
     assert budget.plan.budget_bytes < int(0.25 * lookup(None).memory_bytes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("narrow_head")
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_vllm_beyond_the_budget_is_one_line(tmp_path, monkeypatch, sleeps):

@@ -71,6 +71,7 @@ def test_at_half_the_plain_peak_the_losses_are_identical_and_the_peak_is_within_
     assert "(8, 48)" in plan.batch
 
 
+@pytest.mark.slow  # a training and its plan
 @pytest.mark.usefixtures("narrow_head")
 def test_the_callback_plans_with_the_loss_of_the_trainer_that_calls_it(tmp_path):
     budget, peak = MemoryBudget("0.6x"), PeakOfSteps(last=3)

@@ -36,7 +36,7 @@ def plain(name):
 
 
 @pytest.mark.keeps("block-runs-again-same")
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("lever", ["whole blocks", "products kept", "everything kept", "random half 1"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_trap_that_is_stepped_into_again_leaves_everything_bit_equal(name, lever):
@@ -242,6 +242,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.keeps("block-runs-again-same")
 @pytest.mark.parametrize("policy", [RECOMPUTE_ALL, RandomPolicy(seed=1), RandomPolicy(seed=2), KEEP_ALL], ids=str)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

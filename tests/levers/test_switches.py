@@ -210,6 +210,7 @@ class Attends(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lever", LEVERS)
 def test_attention_runs_the_kernel_that_is_chosen_around_its_forward(lever):
     """Also where the same block ran with another one before."""

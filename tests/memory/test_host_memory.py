@@ -104,6 +104,7 @@ def test_the_highest_point_is_while_loading_or_in_a_step():
     assert host.by_category({"gradients": 60}) == {"process": 100, "gradients": 60, "checkpoint": 7}
 
 
+@pytest.mark.slow  # searches recipes twice
 def test_recipes_say_their_host_peak_and_keep_to_a_budget():
     narrow = ("--optimizer", "sgd", "--dtype", "fp32", "--json")
     asked = ("fit", "--model", "cpu8", "--seq-len", "64", "--device", "rtx4090", *narrow)

@@ -259,6 +259,7 @@ READERS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("adapters-default-layers")
 @pytest.mark.parametrize("name", READERS)
 def test_adapters_go_on_models_of_sounds_and_images_too(name):

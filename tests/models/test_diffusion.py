@@ -95,6 +95,7 @@ def tables(model, loss, batch):
 CASES = [(name, lora) for name in SHAPES for lora in (True, False)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "lora"), CASES)
 def test_the_predicted_peak_of_the_scripts_step_is_the_allocators(name, lora):
     model, batch, loss = made(name, lora=lora)
@@ -103,7 +104,7 @@ def test_the_predicted_peak_of_the_scripts_step_is_the_allocators(name, lora):
     assert measured - 1024 <= found.peak_bytes <= measured + 1024 + tables(model, loss, batch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "lora"), CASES)
 def test_a_plan_of_it_changes_no_bit_and_keeps_its_budget(name, lora):
     model, batch, loss = made(name, lora=lora)
@@ -187,7 +188,7 @@ def test_a_perfect_flow_of_a_token_for_each_latent_has_no_loss(name):
     assert loss(Perfect(), batch) < 1e-6
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name, each in published().items() if each.is_denoiser])
 def test_one_is_known_by_name_with_its_published_number_of_parameters(name):
     found = json.loads(run("estimate", "--model", name, "--image", 256, "--device", "h200", "--adapter", "r=4,alpha=4",
@@ -275,6 +276,7 @@ def weights(*models):
     return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())] + plain
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WITH_PARTS)
 def test_the_predicted_peak_of_each_phase_is_that_of_running_it(name):
     model, batch, loss = made(name, lora=True)

@@ -57,6 +57,7 @@ print(sum(p.nbytes for p in model.parameters()), built, highest[0], int(equal), 
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("folder-larger-than-memory")
 @pytest.mark.parametrize(("dtype", "room"), [("float32", 0), ("bfloat16", 0.6)])
 def test_weights_go_from_their_shards_to_their_tier(tmp_path, dtype, room):

@@ -79,7 +79,7 @@ def test_rows_of_one_document_are_rows_without_positions(settings):
 
 
 @pytest.mark.keeps("short-convolution-step-packed")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "precision"),
     [

@@ -53,7 +53,7 @@ def adapted(folder, section):
 
 
 @pytest.mark.keeps("any-peft-config")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_its_peak_is_predicted_and_a_plan_changes_no_bit(folder, tmp_path, name):

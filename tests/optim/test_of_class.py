@@ -160,6 +160,7 @@ def training(folder, memory=None, **keys):
     )  # fmt: skip
 
 
+@pytest.mark.slow  # searches recipes
 def test_fit_lists_it_and_its_lines_can_be_copied():
     recipes = json.loads(
         tightfit("fit", *ASKED, "--optimizer", WITH_ARGUMENTS, "--dtype", "fp32", "--precision", "fp32", "--json").out

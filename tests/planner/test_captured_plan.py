@@ -142,6 +142,7 @@ def test_it_is_refused_in_one_line_where_its_price_is_not_known(model, batch):
         tightfit.plan(model, batch, "0.7x", levers=LEVERS, device=replace(even(), captured_seconds=None))
 
 
+@pytest.mark.slow  # two plans for a card
 @pytest.mark.keeps("plan-card-captures-blocks")
 def test_a_card_that_waits_for_its_host_runs_captured_blocks(model):
     """Operators of a tiny model are launched more slowly than they run, so the executor's own time counts."""
@@ -169,6 +170,7 @@ def test_a_plan_that_may_compile_and_capture_runs_no_block_by_both(model, batch)
     assert not any(choice.captured and choice.compiled for choice in plan.choices)
 
 
+@pytest.mark.slow  # captures blocks for two plans
 @pytest.mark.keeps("plan-captures-blocks-without")
 def test_blocks_are_captured_without_the_levers_name_where_the_steps_repay_it(model, batch, made, recorded):
     asked = {"levers": ["recompute"], "device": even()}
@@ -187,6 +189,7 @@ WIDE = {"hidden_size": 256, "num_layers": 4, "vocab_size": 2000}
 ON_A_CARD = {"batch": tightfit.TokenBatch(8, 512, 2000), "device": "h200", "precision": "bf16"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("steps", "captured"), [(None, True), (1, False)])
 def test_a_plan_for_a_card_captures_blocks_unless_a_few_steps_would_not_repay_it(steps, captured):
     model = tightfit.build_dry(lambda: decoder(**WIDE))
@@ -194,6 +197,7 @@ def test_a_plan_for_a_card_captures_blocks_unless_a_few_steps_would_not_repay_it
     assert (plan.lever(CapturedBlocks) is not None) == captured
 
 
+@pytest.mark.slow  # a plan beside a step by hand, traced
 def test_at_the_peak_of_whole_blocks_recomputed_by_hand_a_plan_for_a_card_is_as_fast():
     model = tightfit.build_dry(lambda: decoder(**WIDE))
     with tightfit.recompute(model, "layers.*"):

@@ -61,7 +61,7 @@ def test_models_are_estimated_for_cards_that_are_not_there(build, device):
 
 
 @pytest.mark.keeps("plan-card-stays-within")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("build", "precision"), [(decoder, "fp32"), (decoder, "bf16"), (llama, "bf16"), (gpt2, "fp32")]
 )

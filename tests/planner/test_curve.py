@@ -123,6 +123,7 @@ def test_the_frontier_is_what_nothing_else_beats():
     assert frontier([worse, small, fast]) == (fast, small)
 
 
+@pytest.mark.slow  # a curve twice
 @pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="forks are used on Linux only")
 def test_forks_trace_the_same_curve(monkeypatch):

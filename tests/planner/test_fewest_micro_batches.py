@@ -7,6 +7,7 @@ from tightfit.errors import CannotFit
 from tiny import allocator_peak, decoder, token_batch
 
 
+@pytest.mark.slow  # a plan for each count
 @pytest.mark.keeps("plan-uses-fewest-micro")
 def test_the_micro_batches_are_the_fewest_that_have_a_plan():
     model, batch = decoder(), token_batch(8)

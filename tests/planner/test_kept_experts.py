@@ -53,6 +53,7 @@ def squares(model, batch):
     return model(batch["x"]).square().mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("experts-kept-alike")
 @pytest.mark.parametrize("budget", ["0.95x", "0.9x", "0.85x", "0.8x"])
 def test_a_block_holds_the_same_whichever_experts_its_router_prefers(budget):

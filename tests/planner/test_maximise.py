@@ -63,6 +63,7 @@ def test_few_values_are_looked_at(found):
     assert set(found.planned) <= set(found.tried)
 
 
+@pytest.mark.slow  # a plan for each value
 def test_where_recomputing_all_is_not_the_least_the_value_is_planned_and_the_next_one_and_no_other():
     """A block's replay holds all of its feed-forward at once, so its least keeps something, as the prices say."""
     model = decoder(num_layers=2)

@@ -66,6 +66,7 @@ DECISIONS = {
 REST = [name for name in list(DECISIONS)[1:] if name != "chosen by Python"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",  # each takes two seconds: six outcomes of every candidate are traced
     [*list(DECISIONS)[:1], "chosen by Python", *(pytest.param(n, marks=pytest.mark.slow) for n in REST)],
@@ -101,6 +102,7 @@ class ChoosesLayers(nn.Module):
         return x
 
 
+@pytest.mark.slow  # many layers, several outcomes
 @pytest.mark.parametrize(
     "decision",
     [
@@ -146,6 +148,7 @@ def test_rows_that_are_kept_at_random_are_assumed_to_be_all(kept):
     assert allocator_peak(model, batch, loss=loss) < found.peak_bytes
 
 
+@pytest.mark.slow  # a plan and many real steps
 def test_real_steps_stay_below_the_plan_and_one_of_them_reaches_the_estimate():
     model, batch = Decides(DECISIONS["large for low of Python"]), {"x": torch.randn(512, 16)}
     found = tightfit.estimate(model, batch, loss=squares).peak_bytes

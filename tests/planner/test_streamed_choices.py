@@ -46,6 +46,7 @@ def fastest_with(search: Search, setting: Stream) -> float | None:
     return None if search.best is None else search.best.seconds
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("streamed-and-recomputed-by-price")
 @pytest.mark.parametrize("link", LINKS)
 def test_the_plan_is_no_slower_than_with_a_block_more_or_fewer_streamed(link):
@@ -59,6 +60,7 @@ def test_the_plan_is_no_slower_than_with_a_block_more_or_fewer_streamed(link):
     assert all(seconds is None or plan.step_seconds <= 1.005 * seconds for seconds in neighbours)
 
 
+@pytest.mark.slow  # a plan for each link
 @pytest.mark.keeps("streamed-and-recomputed-by-price")
 def test_the_faster_the_link_the_more_streams_and_the_less_is_recomputed():
     streamed, recomputed = [], []
@@ -72,6 +74,7 @@ def test_the_faster_the_link_the_more_streams_and_the_less_is_recomputed():
     assert recomputed[0] < recomputed[1]
 
 
+@pytest.mark.slow  # traces what was priced
 def test_prices_are_near_to_the_trace():
     search, settings = searched(asked(LINKS["a slow link"]))
     for choice in streamed_choices(search, search.request.plain, settings):

@@ -117,6 +117,7 @@ def test_weights_for_which_the_host_has_no_room_stream_from_a_file(tmp_path, mon
         on_a_card(host_budget=pinned.host_peak_bytes - 1, offload_folder=str(tmp_path))
 
 
+@pytest.mark.slow  # a plan for each drive
 def test_a_drive_is_as_fast_as_the_host_says(monkeypatch):
     monkeypatch.setattr("tightfit.planner.host.loaded_bytes", lambda request, stream=None: 0)
     monkeypatch.setattr("tightfit.planner.host.process_bytes", lambda held, tidied: 1 << 30)

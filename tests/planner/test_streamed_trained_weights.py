@@ -50,6 +50,7 @@ def trained(kind, dtype, *, stream, steps=4, parts=2, clip=0.5, **how):
     return [each.detach() for each in losses], weights, state
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -108,6 +109,7 @@ def test_nothing_stays_in_pytorch_when_the_levers_are_gone():
     assert not any(is_streamed(weight) for weight in model.parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.keeps("streamed-peak")
 @pytest.mark.parametrize("kind", ["adamw", "offloaded_adamw"])
 @pytest.mark.parametrize("share", [0.95, 0.93])

@@ -31,6 +31,7 @@ def case(model="decoder", **settings):
     return case_of(model, parallel="cp", **settings)
 
 
+@pytest.mark.slow  # two processes that train four ways
 @pytest.mark.keeps("ranks-context-parallel-compute")
 def test_two_ranks_compute_what_one_process_does_and_a_plan_changes_no_bit(tmp_path):
     cases = [
@@ -78,6 +79,7 @@ def test_activations_of_blocks_are_shared_too():
     assert len(shared.rank_peak_bytes) == 4
 
 
+@pytest.mark.slow  # a plan of two ranks
 @pytest.mark.keeps("rank-context-parallel-whose")
 def test_a_plan_recomputes_what_was_gathered(tmp_path):
     found = tightfit.plan(decoder(), BATCH, "0.7x", device=even(), world_size=2, parallel="cp", levers=["recompute"])
@@ -275,6 +277,7 @@ def test_a_block_that_runs_alone_is_refused(mesh):
         model.layers[1](torch.ones(1, 8, 32), torch.ones(8, 8), torch.ones(8, 8))
 
 
+@pytest.mark.slow  # a plan of every rounding lever
 def test_levers_that_see_whole_sequences_are_refused_by_name_and_left_out_by_class():
     for levers in (["tile"], ["recompute", "capture"], ["exact", "offload"]):
         with pytest.raises(InputError, match="and parallel='cp' are both given"):

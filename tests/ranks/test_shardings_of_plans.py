@@ -83,6 +83,7 @@ def test_large_modules_that_share_no_weight_can_be_apart():
     assert modules_apart(decoder(), [""]) == ()  # a block that is the whole model
 
 
+@pytest.mark.slow  # two plans of ranks
 @pytest.mark.keeps("embedding-head-apart-takes")
 def test_embedding_and_head_are_apart_where_the_plan_needs_their_memory():
     made = decoder()
@@ -95,6 +96,7 @@ def test_embedding_and_head_are_apart_where_the_plan_needs_their_memory():
     assert plan(made, BATCH, "1x", device=round_device(), world_size=2, levers=[]).sharded_apart == ()
 
 
+@pytest.mark.slow  # two plans of ranks
 @pytest.mark.keeps("embedding-head-apart-takes")
 def test_gradients_are_exchanged_once_where_messages_take_the_step():
     made = decoder()
@@ -167,6 +169,7 @@ def test_the_update_of_shards_on_the_host_takes_the_hosts_time():
     assert sum(o.seconds for o in update) >= moved / HOST_BYTES_PER_SECOND
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("cards-offload-named-nothing")
 @pytest.mark.parametrize("levers", [[], ["offload"]])
 def test_shards_are_on_the_host_where_that_was_allowed_and_nothing_else_fits(levers):

@@ -132,6 +132,7 @@ def test_a_row_of_adapters_is_a_plan_for_all_ranks_of_what_is_trained(tmp_path):
     assert row.peak_bytes < everything.peak_bytes
 
 
+@pytest.mark.slow  # searches recipes twice
 @pytest.mark.keeps("tightfit-fit-world-size")
 def test_the_command_has_rows_with_cards_and_exits_with_3_where_none_fits(tmp_path):
     narrow = ("--dtype", "fp32", "--optimizer", "sgd", "--seq-len", "64")
@@ -177,6 +178,7 @@ def sized(model, budget, parallel):
     )
 
 
+@pytest.mark.slow  # searches recipes of ranks
 @pytest.mark.keeps("longest-sequence-largest-batch")
 def test_every_size_that_is_named_was_played_whole(monkeypatch):
     played, own = [], RankStep.played
@@ -226,6 +228,7 @@ def kept(way, budget):
     return max(found.rank_peak_bytes) <= budget and found.peak_bytes == way.peak_bytes
 
 
+@pytest.mark.slow  # ways out of ranks, and a plan
 @pytest.mark.keeps("plan-fit-several-cards")
 def test_fsdp2_is_a_way_out_for_ddp_and_its_plan_has_the_peak_that_was_said():
     error = refused(300_000, world_size=2, parallel="ddp")

@@ -160,6 +160,7 @@ def test_attention_that_is_kept_runs_once_in_each_block_of_a_card():
     assert counts == [6, 3]
 
 
+@pytest.mark.slow  # two searches
 @pytest.mark.keeps("size-fit-confirms-looked")
 def test_sizes_with_states_on_the_host_do_not_depend_on_the_optimizers_tried_before():
     """A step that frees gradients at once shares no points with one that keeps them."""

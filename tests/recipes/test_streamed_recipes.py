@@ -31,6 +31,7 @@ def test_adapters_on_a_base_above_the_budget_fit_with_streamed_blocks(tmp_path):
     assert streamed.changes == plain.changes
 
 
+@pytest.mark.slow  # searches recipes of a large model
 @pytest.mark.keeps("fit-streams-what-does-not-fit")
 def test_what_does_not_fit_a_card_is_a_row_with_streamed_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "process_bytes", lambda held, tidied: 1 << 28)  # a process grows from plan to plan

@@ -186,6 +186,7 @@ def test_a_card_with_room_is_found_beyond_many_of_about_the_same_size(monkeypatc
     assert [way.name for way in found.fitting] == [largest[1].name]
 
 
+@pytest.mark.slow  # prices ways out of a large model
 @pytest.mark.usefixtures("without_packages")
 def test_weights_are_streamed_where_they_exceed_the_budget_alone():
     model = decoder(hidden_size=128, num_layers=8, vocab_size=64)

@@ -107,7 +107,7 @@ def refusals(kind, steps_before, numbers, wanted):
 
 
 @pytest.mark.keeps("optimizer-step-runs-out")
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_interrupted_at_some_operators_is_finished_bit_for_bit(kind):
     count, wanted = operators_of(kind, 0)
@@ -127,7 +127,7 @@ def test_a_step_interrupted_at_any_operator_is_finished_bit_for_bit_or_refused(k
 
 
 @pytest.mark.keeps("optimizer-step-runs-out")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["adamw", "adamw foreach", "adamw fused", "muon"])
 def test_a_step_that_fails_again_while_it_is_finished_is_finished_later(kind):
     count, wanted = operators_of(kind, 0)

@@ -41,6 +41,7 @@ def batch():
     return {"pixel_values": torch.rand(2, 3, 64, 64), "labels": labels}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [yolos, detr, rt_detr], ids=lambda kind: kind.__name__)
 def test_a_detectors_estimate_is_its_peak_or_little_above(kind):
     torch.manual_seed(0)

@@ -88,6 +88,7 @@ def loss_with(check):
     return lambda model, batch: check(model(batch["x"])).square().mean()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_check_passes_and_the_step_has_its_measured_peak(check):
     batch, loss = {"x": torch.randn(512, 64)}, loss_with(check)
@@ -235,6 +236,7 @@ class Asking(nn.Module):
         return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asking", ["layers", "an optimizer in backward"])
 def test_what_asks_for_each_layer_or_weight_of_a_large_model_is_no_loop(asking):
     """It was taken for a loop without an end: `fit` of an 8B traced its step with Adafactor five times more."""

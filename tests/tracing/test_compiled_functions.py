@@ -161,6 +161,7 @@ assert "torch.compile writes" in str(found.assumptions)
 """
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_a_step_may_import_the_compiler_itself():
     subprocess.run([sys.executable, "-c", IMPORTS_LATE], check=True)
 

@@ -81,6 +81,7 @@ def ran(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("device", "frees"), [("cpu", False), ("rtx4090", True)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.keeps("few-of-equal-blocks-stand-for-all")
@@ -111,6 +112,7 @@ def test_blocks_with_different_levers_are_not_equal(ran):
     assert ran[1] > ran[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [24, 12])
 def test_streamed_blocks_come_and_go_as_in_the_whole_model(count, ran):
     model = as_recipe(llama(24, max_position_embeddings=64), dtype="bf16", adapter=AdapterConfig(r=4, base="bf16"))
@@ -159,6 +161,7 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "kind", ["plain", "every fourth", "to the end", "to the other side", "twice", "the other way round"]
 )

@@ -58,6 +58,7 @@ def loss(model, batch):
     return F.cross_entropy(model(**batch).flatten(0, 1), batch["ids"].flatten())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.keeps("estimates-lstm-gru-rnn")
 @pytest.mark.parametrize(
     "use", [as_padded, packed_batch_first, packed_in_order, as_sequences], ids=lambda use: use.__name__

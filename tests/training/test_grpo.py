@@ -299,6 +299,7 @@ def test_the_phases_are_known_from_the_configuration_alone(tmp_path: Path, beta:
     assert found.highest_bytes == max(found.peak_bytes.values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("rewards-train-policy", "run-interrupted-resumed-ends")
 @pytest.mark.parametrize(("step", "iterations"), [(3, 2), (2, 1)])
 def test_an_interrupted_training_ends_as_the_whole_one(tmp_path: Path, step: int, iterations: int):

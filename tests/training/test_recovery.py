@@ -83,6 +83,7 @@ def assert_recovers_at(step, numbers, plain, recomputing, uninterrupted, error=c
         assert_same(run, losses, uninterrupted, (step, number))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("training-runs-out-memory")
 @pytest.mark.parametrize("step", [1, 3])
 def test_memory_that_runs_out_at_some_operators_changes_no_bit(step, plain, recomputing, uninterrupted):

@@ -23,6 +23,7 @@ def refused(tmp_path, monkeypatch):
     return config, caught.value
 
 
+@pytest.mark.slow  # ways out, and a training with each
 @pytest.mark.keeps("training-refused-ways-out")
 def test_the_overrides_of_a_way_out_train_within_the_budget(refused):
     config, error = refused
@@ -35,6 +36,7 @@ def test_the_overrides_of_a_way_out_train_within_the_budget(refused):
     assert "--" not in shown
 
 
+@pytest.mark.slow  # two refused trainings with their ways out
 @pytest.mark.keeps("training-refused-ways-out")
 def test_a_model_with_new_weights_is_neither_adapted_nor_converted(refused):
     _, error = refused

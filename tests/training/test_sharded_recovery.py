@@ -76,6 +76,7 @@ def undisturbed(mesh: Any, given: Any) -> tuple[list[float], list[torch.Tensor]]
     return run.run(lambda number: nullcontext()), run.everything()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("step-runs-out-memory")
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_step_that_is_undone_and_run_again_changes_no_bit(mesh: Any, made: tuple[Fit, Fit, Fit], step: int):
@@ -188,7 +189,7 @@ def _begun(run: Training, step: int) -> tuple[Any, dict[str, Any], int]:
 
 
 @pytest.mark.keeps("rank-fails-sends-messages")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fitted", [PLAIN, RECOMPUTING, SPLIT])
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_rank_that_fails_sends_what_the_others_wait_for(
@@ -272,6 +273,7 @@ def test_a_stand_in_that_would_send_another_message_sends_none(mesh_of_two: Any,
         loss(model, batch(2, 0)).backward()
 
 
+@pytest.mark.slow  # a plan within a training
 @pytest.mark.keeps("nothing-failed-step-held-begins")
 @pytest.mark.sampled(1)  # 9 s each
 @pytest.mark.parametrize("device", ["cpu", "RTX 4090"])

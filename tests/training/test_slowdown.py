@@ -57,6 +57,7 @@ def slow_training(fitted, planner, corrections=None, limit=0.5, seconds=2.0):
     return run
 
 
+@pytest.mark.slow  # two plans within a training
 def test_a_plan_that_memory_had_tightened_gives_half_of_it_back(fits, monkeypatch):
     loose, tight = fits
     Clock(monkeypatch, plain=1.0, planned=2.0)

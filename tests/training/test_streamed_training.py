@@ -71,6 +71,7 @@ def test_a_training_that_streams_has_the_bits_of_the_plain_one(plain: Path, tmp_
     assert result["measured_peak_bytes"] <= 0.6 * before["measured_peak_bytes"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("streamed-trained-bits")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_while_blocks_travel_ends_with_a_checkpoint_that_is_resumed(number, plain, tmp_path, monkeypatch):
