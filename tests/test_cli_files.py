@@ -68,6 +68,7 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.keeps("input-mistake-prints-line")
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("command", COMMANDS)

@@ -113,6 +113,7 @@ def test_a_base_alone_is_below_default_adapters(folder, config):
     assert own == parameters(config(), "--adapter", "r=3", "--base", "nf4")
 
 
+@pytest.mark.slow  # builds a published model
 def test_a_generation_is_estimated_in_the_dtype_that_a_model_is_published_in():
     asked = ("estimate", "--model", "smollm2-135m", "--inference", "--seq-len", 16, "--new-tokens", 2, "--device", "l4")
     assert "bf16 weights" in tightfit(*asked).out

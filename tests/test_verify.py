@@ -217,7 +217,7 @@ def test_buffers_and_losses_are_compared(what, monkeypatch):
     assert not verify(model, batch, made).ok
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("verify-leaves-generators")
 @pytest.mark.parametrize("own", [torch.Generator, numpy.random.default_rng, numpy.random.RandomState, random.Random])
 def test_a_generator_that_a_module_holds_is_compared(own, monkeypatch):

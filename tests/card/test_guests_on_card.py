@@ -36,6 +36,7 @@ def settings_of(folder, accumulated=1):
     }  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("cuda-path-pytorch-own")
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_trainers_peak_is_the_planned_one_and_no_planned_batch_is_kept_on_the_card(

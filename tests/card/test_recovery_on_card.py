@@ -62,6 +62,7 @@ def recovers_at(case, step, number):
     assert all(torch.equal(a, b) for a, b in zip(run.everything(), wanted, strict=True)), (step, number)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("cuda-path-too-card")
 def test_a_card_that_is_full_at_some_operators_changes_no_bit(case):
     allocating = case[-1][2]

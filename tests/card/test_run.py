@@ -239,7 +239,7 @@ def test_each_rank_of_torchrun_has_its_row(tmp_path):
     ("text", "said"),
     [
         (TRAINING.replace("ROWS", "4096"), ["Fits", "peak ", "RTX 4090"]),
-        (TRAINING.replace("ROWS", str(2**23)), ["Does not fit", "32.00 GiB"]),
+        (TRAINING.replace("torch.randn(ROWS", "torch.empty(2**23"), ["Does not fit", "32.00 GiB"]),
         ("raise ValueError('of the script')", ["ValueError: of the script"]),
     ],
     ids=["fits", "does not fit", "fails"],

@@ -157,6 +157,7 @@ def test_the_logarithm_of_a_sigmoid_keeps_nothing_and_has_the_cpus_gradient():
     assert torch.equal(here.grad, there.grad.cpu())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_in_four_bits_are_read_as_on_the_cpu(dtype):
     """In a process of its own: bitsandbytes is there before the values are."""

@@ -35,6 +35,7 @@ def test_the_search_finds_the_first_that_fits(first):
     assert len(asked) <= 5
 
 
+@pytest.mark.slow  # a search, and two trainings
 @pytest.mark.keeps("fit-takes-out-least")
 def test_a_step_of_the_pruned_model_fits_and_less_would_not(tmp_path, monkeypatch):
     source = tiny_folder(tmp_path / "model", tiny_model("qwen2", num_hidden_layers=2))

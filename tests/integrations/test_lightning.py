@@ -236,6 +236,7 @@ class LookingAfter:
         self.seen.append([float(p.grad.norm()) for p in self.parameters()])
 
 
+@pytest.mark.slow  # two trainings and a plan
 @pytest.mark.keeps("lightning-module-accumulates-hand")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("own", [ByHand, OneBehind, LookingBefore, LookingAfter], ids=lambda own: own.__name__)

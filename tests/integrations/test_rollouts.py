@@ -108,6 +108,7 @@ def test_a_share_of_the_plain_peak_is_not_for_vllm(tmp_path, monkeypatch):
     assert budget.plan.budget_bytes < int(0.25 * lookup(None).memory_bytes)
 
 
+@pytest.mark.slow  # a plan for each case
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("narrow_head")
 @pytest.mark.parametrize("sleeps", [False, True])

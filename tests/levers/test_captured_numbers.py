@@ -55,6 +55,7 @@ def alike(one, other):
     return torch.equal(*(torch.view_as_real(each) if each.is_complex() else each.float() for each in (one, other)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("captured-blocks-leave-loss")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_a_program_writes_in_place_rounds_as_it_does_out_of_place(dtype):
@@ -157,6 +158,7 @@ class OwnCell(nn.Linear):
         return one.add_(two).sigmoid_() * three * state
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("captured-blocks-leave-loss")
 @pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, OwnCell])
 def test_blocks_that_write_into_parts_of_their_gates_run_uncaptured_and_say_so(kind):

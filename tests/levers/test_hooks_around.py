@@ -58,6 +58,7 @@ def under(context):
     return loss
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("lever", [*LEVERS, *OTHERS])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_levers_within_saved_tensor_hooks_keep_every_bit(context, lever):
@@ -99,6 +100,7 @@ def test_a_block_in_a_checkpoint_saves_nothing_there():
     assert_bit_equal(plain, run(made, x, loss, levers=LEVERS["whole blocks"]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_plan_within_saved_tensor_hooks_is_verified(context):
     layer = nn.TransformerEncoderLayer

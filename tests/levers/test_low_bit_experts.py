@@ -129,7 +129,7 @@ def test_they_take_the_bytes_of_their_codes_and_scales(kind, each):
 
 
 @pytest.mark.keeps("experts-few-bits")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", MODELS)
@@ -140,6 +140,7 @@ def test_the_predicted_peak_is_the_allocators(model, kind, precision):
     assert found.peak_bytes == pytest.approx(measured, rel=1e-3)
 
 
+@pytest.mark.slow  # a plan for each kind
 @pytest.mark.sampled(1)
 @pytest.mark.keeps("experts-few-bits")
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
@@ -236,6 +237,7 @@ def first_layer(model):
     return model.base_model.model.model.layers[0].mlp
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.keeps("experts-few-bits-adapted")
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,7 +285,7 @@ def test_their_adapters_are_written_and_read_as_pefts(base, tmp_path):
     assert adapter_state(wide).keys() == adapter_state(again).keys()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("experts-few-bits-adapted")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)

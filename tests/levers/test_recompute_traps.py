@@ -46,7 +46,7 @@ def test_the_plain_step_of_a_trap_is_repeatable(name):
 
 
 @pytest.mark.keeps("recompute-leaves-loss-gradients")
-@pytest.mark.sampled(120)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("name", CASES)
 def test_recompute_leaves_everything_bit_equal(name, lever):

@@ -97,7 +97,7 @@ LEVERS = {
 NOT_CAPTURED = ("a generator of its own", "capture beside recompute")  # a program takes no generator
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.keeps("states-of-generators-counted")
 @pytest.mark.parametrize(("draw", "lever"), [pair for pair in itertools.product(DRAWS, LEVERS) if pair != NOT_CAPTURED])
 def test_the_states_that_a_lever_reads_are_in_the_predicted_peak(draw, lever):

@@ -187,6 +187,7 @@ os._exit(0)  # PyTorch 2.15 frees what an interrupted backward has left when Pyt
 """
 
 
+@pytest.mark.slow  # a plan for each case
 @pytest.mark.sampled(1)
 @pytest.mark.keeps("streamed-in-a-file")
 @pytest.mark.parametrize(("share", "what"), [(1.5, "gradients"), (3, "optimizer states")])

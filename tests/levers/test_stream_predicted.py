@@ -26,7 +26,7 @@ def estimated(model, x, device="cpu"):
     return tightfit.estimate(model, {"x": x}, loss=of_batch, optimizer="adamw", device=device)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_predicted_peak_is_the_allocators(kind, way):

@@ -95,7 +95,7 @@ def tables(model, loss, batch):
 CASES = [(name, lora) for name in SHAPES for lora in (True, False)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "lora"), CASES)
 def test_the_predicted_peak_of_the_scripts_step_is_the_allocators(name, lora):
     model, batch, loss = made(name, lora=lora)
@@ -362,6 +362,7 @@ def test_ways_out_adapt_the_layers_of_diffusers_scripts():
     assert layers_to_adapt(model, None) == KINDS["UNet2DConditionModel"].adapted
 
 
+@pytest.mark.slow  # two plans
 def test_weights_in_16_bits_get_latents_in_16_bits():
     model, batch, loss = made("flux.2", lora=False)
     found = tightfit.fit(model, batch, loss=loss, device="rtx4090", dtype="bf16", optimizer="adamw_fused")

@@ -57,6 +57,7 @@ print(sum(p.nbytes for p in model.parameters()), built, highest[0], int(equal), 
 """
 
 
+@pytest.mark.slow  # a folder of 300 MB, read by an interpreter of its own
 @pytest.mark.sampled(1)
 @pytest.mark.keeps("folder-larger-than-memory")
 @pytest.mark.parametrize(("dtype", "room"), [("float32", 0), ("bfloat16", 0.6)])

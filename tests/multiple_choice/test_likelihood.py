@@ -140,6 +140,7 @@ def test_a_choice_longer_than_the_positions_is_refused():
         score_choices(decoder(max_position_embeddings=8), asked, tokenizer=tokenizer())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.keeps("predicted-peak-multiple-choice")
 @pytest.mark.parametrize("how", [{"batch_size": 1}, {"batch_size": 5}, {"budget": "3MiB"}, {"budget": "9MiB"}], ids=str)
 def test_the_predicted_peak_is_the_allocators_and_within_the_budget(how):

@@ -93,6 +93,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.keeps("forwards-inside-backward")
 @pytest.mark.parametrize(("kind", "loss"), KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("blocks", [None, "layers.*"])

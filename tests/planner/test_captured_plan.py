@@ -229,6 +229,7 @@ class Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("loss-calls-model-twice")
 @pytest.mark.parametrize("loss", [penalty_of_the_input, penalty_of_the_weights])
 def test_a_loss_with_gradients_of_gradients_is_planned_without_captured_blocks(loss):

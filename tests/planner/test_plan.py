@@ -107,6 +107,7 @@ def test_a_budget_above_the_plain_peak_changes_nothing():
     assert all(choice.action == "keep" for choice in made.choices)
 
 
+@pytest.mark.slow  # the least is searched
 @pytest.mark.keeps("nothing-fits-error-names")
 def test_what_cannot_fit_says_the_least_and_what_holds_it_up():
     model, batch = decoder(num_layers=2), token_batch(4)

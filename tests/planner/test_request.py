@@ -62,6 +62,7 @@ def test_a_plan_takes_every_argument_that_a_step_has():
     assert {field.name for field in fields(Step)} <= found
 
 
+@pytest.mark.slow  # four plans
 def test_a_step_stands_in_the_place_of_its_arguments():
     model, batch = decoder(), token_batch()
     step = Step(model, batch, device="rtx4090", grad_clip=1.0)

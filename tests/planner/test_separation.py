@@ -195,6 +195,7 @@ def test_a_plan_leaves_micro_batches_out_and_says_why():
     assert split.lever(MicroBatches).tried
 
 
+@pytest.mark.slow  # a search that ends without a plan
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "loss"), [(Net(nn.BatchNorm1d(16)), of_samples), (Net(), of_pairs)], ids=["batch norm", "contrastive"]

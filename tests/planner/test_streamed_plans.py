@@ -94,6 +94,7 @@ def on_a_card(host_budget=None, **how):
     return tightfit.plan(model, batch, int(0.98 * plain), host_budget=host_budget, **given)
 
 
+@pytest.mark.slow  # two plans
 @pytest.mark.keeps("streamed-file-on-card")
 def test_weights_for_which_the_host_has_no_room_stream_from_a_file(tmp_path, monkeypatch):
     """The model's own weights are in memory here, and count while they are loaded; a map of a file takes none."""

@@ -119,6 +119,7 @@ def test_accumulated_gradients_are_whole_where_they_are_exchanged_once():
     assert each + whole // 4 < once <= each + whole + 4096  # peaks of different moments, and gradients of one more
 
 
+@pytest.mark.slow  # a plan of ranks
 def test_a_plan_says_its_choices_in_json_and_in_its_hash(made_apart):
     found = made_apart
     written = found.to_dict()
@@ -246,6 +247,7 @@ def test_gradients_are_those_of_the_plain_model(chunked):
             assert torch.equal(mine, other)
 
 
+@pytest.mark.slow  # a plan of ranks
 def test_a_model_that_is_sharded_already_keeps_its_units():
     made = decoder()
     budget = below_plain(made)

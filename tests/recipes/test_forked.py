@@ -176,6 +176,7 @@ def test_rows_that_arithmetic_excludes_run_nothing_dry(monkeypatch):
         assert [row.outcome.fits for row in here.rows()] == [False, False]
 
 
+@pytest.mark.slow  # two searches
 def test_sizes_of_recipes_of_one_part_are_shared_too(monkeypatch):
     asked = Request.of(model=decoder(hidden_size=32, num_layers=2), batch=TokenBatch(2, 32, 600), device=even())
     asked_for = []

@@ -61,6 +61,7 @@ def test_a_recipe_that_the_models_own_code_does_not_take_is_named_and_left_out()
     assert "test_left_out_recipes.py" in note
 
 
+@pytest.mark.slow  # a search for each step
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("owner", "name", "budget", "left"),

@@ -81,7 +81,7 @@ def ran(monkeypatch):
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("device", "frees"), [("cpu", False), ("rtx4090", True)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.keeps("few-of-equal-blocks-stand-for-all")
@@ -161,7 +161,7 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "kind", ["plain", "every fourth", "to the end", "to the other side", "twice", "the other way round"]
 )

@@ -141,6 +141,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_lie_as_a_dry_run_says(name, dtype):
@@ -151,6 +152,7 @@ def test_results_lie_as_a_dry_run_says(name, dtype):
         assert compared.differing == [], layout
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_for_a_gradient_of_another_layout_lie_as_a_dry_run_says(name, dtype):

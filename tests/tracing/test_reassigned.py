@@ -113,6 +113,7 @@ def test_verify_leaves_their_content(kind):
         assert torch.equal(tensor, content)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.keeps("predicted-peak-step-equals")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("kind", MODELS.values(), ids=MODELS)

@@ -93,6 +93,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.keeps("dry-run-cpu-temporaries")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_has_the_peak_of_the_allocator(name):
@@ -257,6 +258,7 @@ def test_backward_of_a_contiguous_gradient_takes_what_is_predicted(function, sha
     assert not mode.others
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", [1e-3, 1.0, 20.0])
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_exponential_of_a_matrix_of_any_norm_is_within_the_estimate(count, norm):

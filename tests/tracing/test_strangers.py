@@ -115,6 +115,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.keeps("gradients-stay-steps-predicted")
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_gradients_that_stay_over_steps_are_predicted(make):

@@ -61,6 +61,7 @@ def fitted_of(config, data, model):
     return fit(model, longest, CausalLMLoss(), config, lookup_present("cpu"), shorter)
 
 
+@pytest.mark.slow  # an epoch in every length
 @pytest.mark.keeps("batch-bucket-needs-more")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LEVERS)

@@ -323,6 +323,7 @@ def test_a_signal_cuts_a_rollout_which_is_made_again(tmp_path: Path, monkeypatch
     assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
 
 
+@pytest.mark.slow  # two trainings
 def test_a_reward_that_fails_ends_with_a_checkpoint_of_the_steps_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -371,6 +372,7 @@ def test_a_generation_that_runs_out_of_memory_goes_on_with_half_as_many(
     assert ("note", "the generation is out of memory: it goes on with 4 completions at a time") in listener.told
 
 
+@pytest.mark.slow  # a search that ends without a plan
 def test_a_budget_without_room_for_one_completion_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tightfit.training.grpo._generation_peak", lambda *_: 10**9)
     with pytest.raises(CannotFit, match=r"drawing one completion takes .* lower training\.grpo\.max_completion_tokens"):

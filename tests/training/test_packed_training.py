@@ -46,7 +46,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("data", "memory"), WAYS.values(), ids=WAYS)
 def test_a_training_learns_within_its_prediction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data, memory):
     leave_out_pictures(monkeypatch)
@@ -164,6 +164,7 @@ class AttentionCalls(TorchDispatchMode):
         return calls.found
 
 
+@pytest.mark.slow  # a training for each
 @pytest.mark.sampled(1)
 @pytest.mark.filterwarnings(f"error::{OtherOperators.__module__}.OtherOperators")
 @pytest.mark.parametrize("order", [1, -1])  # the first batch is compared with the plan's

@@ -208,6 +208,7 @@ def test_a_rank_that_fails_sends_what_the_others_wait_for(
         assert failing.raised == 3, "twice as a stand-in, too"
 
 
+@pytest.mark.slow  # a plan within a training
 @pytest.mark.keeps("nothing-failed-step-held-begins")
 def test_nothing_of_a_failed_step_is_held_when_the_stand_in_begins(mesh_of_two: Any, made: tuple[Fit, Fit, Fit]):
     """Gathered weights, and gradients that were not reduced: the stand-in needs their memory."""

@@ -131,6 +131,7 @@ def in_shards(model: Decoder, **precision: Any) -> Decoder:
     return in_fsdp2(model, ["layers.0", "layers.1"], dist.init_device_mesh("cpu", (1,)), **precision)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("update-shards-runs-out")
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
