@@ -147,3 +147,35 @@ def test_libraries_of_others_that_are_linked_to_the_runtime_load():
     packed, state = functional.quantize_4bit(weight, quant_type="nf4")
     assert packed.nbytes == weight.numel() / 2
     assert functional.dequantize_4bit(packed, state).shape == weight.shape
+
+
+LINEAR_ALGEBRA = {
+    "factors of batches": lambda a: torch.linalg.lu_factor(a)[0],
+    "inverse": torch.linalg.inv,
+    "solved": lambda a: torch.linalg.solve(a, a),
+    "determinant": torch.linalg.det,
+    "orthogonal factor": lambda a: torch.linalg.qr(a)[0],
+    "orthogonal factor of one": lambda a: torch.linalg.qr(a[0])[0],
+    "Cholesky": torch.linalg.cholesky,
+    "Cholesky of one": lambda a: torch.linalg.cholesky(a[0]),
+    "eigenvalues": lambda a: torch.linalg.eigh(a)[0],
+    "eigenvectors of a large one": lambda a: torch.linalg.eigh(torch.nn.functional.pad(a[0], (0, 600, 0, 600)))[1],
+    "singular values": torch.linalg.svdvals,
+    "singular vectors": lambda a: torch.linalg.svd(a, full_matrices=False)[0],
+    "nuclear norm": lambda a: torch.linalg.matrix_norm(a, "nuc"),
+    "least squares": lambda a: torch.linalg.lstsq(a, a).solution,
+    "orthogonal weights": lambda a: torch.nn.init.orthogonal_(torch.empty(32, 32, device=a.device)) @ a,
+    "frequencies": lambda a: torch.fft.rfft2(a).abs(),
+    "windows of sound": lambda a: torch.stft(
+        a.flatten(1), 64, window=torch.hann_window(64, device=a.device), return_complex=True
+    ).abs(),
+}
+
+
+@pytest.mark.usefixtures("null_card")
+@pytest.mark.parametrize("name", LINEAR_ALGEBRA)
+def test_factorisations_and_fourier_transforms_run(name):
+    """cuSOLVER's and cuFFT's part of them: scratch memory of an assumed size, and success where PyTorch reads it."""
+    a = torch.randn(4, 32, 32, device="cuda", requires_grad=True)
+    LINEAR_ALGEBRA[name](a).sum().backward()
+    assert a.grad.shape == a.shape

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from tightfit.tracing.cpu_temporaries import COMPOSITES, composite_scratch
-from tightfit.tracing.cuda import convolutions, normalisation
+from tightfit.tracing.cuda import convolutions, copies, normalisation, transforms
 from tightfit.tracing.cuda.allocator import MIB, MIN_BLOCK, RESULT, Scratch, round_up
 from tightfit.tracing.shapes import TensorShape, lies_by_length
 
@@ -175,7 +175,10 @@ def _scan(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     source, result = inputs[0], outputs[0]
     converted = source.dtype != result.dtype
     if converted or not source.is_contiguous:
-        return [source.numel * result.dtype.itemsize]
+        # What lies densely in another order still does so in the other dtype.
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride, strict=True))
+        copies = 2 if converted and not source.is_contiguous and extent == source.numel else 1
+        return [source.numel * result.dtype.itemsize] * copies
     # `launch_cumsum_cuda_kernel` in ScanKernels.cpp: cub scans one row, and each tile of 1,024 numbers tells the next
     tiles = 32 + -(-source.numel // 1024)
     width = source.dtype.itemsize
@@ -220,19 +223,22 @@ def _ctc_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int
 def _soft_margin_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `soft_margin_loss_backward_out` in native/Loss.cpp: exp(-target * input), and what it is computed from
     one = outputs[0].bytes
-    return [one, one, one, -one, -one, RESULT, one]
+    return [one, one, one, -one, -one, RESULT]
 
 
 def _distances_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> list[int]:
     # `cdist_backward_kernel_impl`, `pdist_backward_kernel_impl` in cuda/DistanceKernel.cu: the gradient of every pair.
     # The inputs are: gradient, rows (two of them for `cdist`), distances.
     pairs = inputs[0].numel if len(inputs) == 4 else (inputs[1].shape[0] - 1) * inputs[1].shape[0]
-    return [RESULT, pairs * inputs[1].shape[-1] * inputs[1].dtype.itemsize]
+    copied = [shape.bytes for shape in inputs[1:3] if len(inputs) == 4 and not shape.is_contiguous]
+    return [*copied, RESULT, pairs * inputs[1].shape[-1] * inputs[1].dtype.itemsize]
 
 
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     **convolutions.FORMULAS,
+    **copies.FORMULAS,
     **normalisation.FORMULAS,
+    **transforms.FORMULAS,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
     "aten._flash_attention_backward.default": _joined_flash_backward,
     "aten._scaled_dot_product_cudnn_attention.default": _cudnn_forward,

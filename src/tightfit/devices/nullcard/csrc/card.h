@@ -36,6 +36,12 @@ const Card *card(void);
 /* Calls that no function models are counted under their name. */
 int card_unmodelled(const char *name, int result);
 
+/* Bytes of one number of a cudaDataType: R_32F, R_64F, R_16F, R_8I, C_32F, C_64F, C_16F; bf16 is 14, and 15 in pairs. */
+static inline size_t bytes_of(int type) {
+    static const unsigned char sizes[] = {4, 8, 2, 1, 8, 16, 4, 2};
+    return type < 8 ? sizes[type] : type == 14 ? 2 : type == 15 ? 4 : 1;
+}
+
 /* Whether somebody computes: libraries may then move numbers that nobody would read otherwise. */
 int card_has_values(void);
 
