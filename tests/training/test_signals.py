@@ -67,6 +67,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) ->
     return folder
 
 
+def spent_by(process: psutil.Process) -> float:
+    """Seconds of a process's own time, and of the compilers that it runs or has run."""
+    seconds = sum(process.cpu_times()[:4])
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile: it counts from here on
+            seconds += sum(child.cpu_times()[:4])
+    return seconds
+
+
 def told_and_sent(config: Path, moment: str, number: signal.Signals, delay: float) -> tuple[int, str, float]:
     """A training that gets a signal some seconds after a moment: its exit code, its words, and the seconds of its own
     time, on one thread, from the signal to its end: on a quiet machine those of the clock.
@@ -80,14 +89,14 @@ def told_and_sent(config: Path, moment: str, number: signal.Signals, delay: floa
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     time.sleep(delay)
-    spent = psutil.Process(process.pid).cpu_times()
+    spent = spent_by(psutil.Process(process.pid))
     process.send_signal(number)
     assert process.stderr is not None
     with process.stderr as words:
         said = words.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, said, usage.ru_utime + usage.ru_stime - sum(spent[:4])  # of ended compilers too
+    return process.returncode, said, usage.ru_utime + usage.ru_stime - spent  # of ended compilers too
 
 
 @pytest.mark.keeps("after-signal-real-process")
