@@ -81,7 +81,8 @@ def told_and_sent(config: Path, moment: str, number: signal.Signals, delay: floa
     time, on one thread, from the signal to its end: on a quiet machine those of the clock.
     """
     file = config.with_name("told")
-    one = environment(OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(config.with_name("compiled")))
+    folder = str(config.with_name("compiled"))
+    one = environment(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=folder)
     process = subprocess.Popen(
         [sys.executable, str(TOLD), moment, str(file), str(config)], text=True, stderr=subprocess.PIPE, env=one
     )
