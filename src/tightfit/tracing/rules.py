@@ -534,7 +534,27 @@ def _learnt_quantize_backward(
     return torch.empty_like(source), _meta(scale.shape, scale.dtype), _meta(zero_point.shape, zero_point.dtype)
 
 
+def _least_squares(
+    matrix: torch.Tensor, other: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    # `linalg_lstsq` in native/BatchLinearAlgebra.cpp. The matrix is taken to have full rank.
+    driver = driver or ("gels" if simulation.of_cuda else "gelsy")
+    rows, columns = matrix.shape[-2:]
+    is_vector = other.dim() == 1 or (matrix.dim() - 1 == other.dim() and other.shape == matrix.shape[:-1])
+    count = 1 if is_vector else other.shape[-1]
+    batch = torch.broadcast_shapes(matrix.shape[:-2], other.shape[: -1 if is_vector else -2])
+    solution = _meta((*batch, count, max(rows, columns)), matrix.dtype).mT[..., :columns, :]
+    real, none = matrix.dtype.to_real(), (0,)
+    return (
+        solution.squeeze(-1) if is_vector else solution,
+        _meta((*batch, count) if rows > columns and driver != "gelsy" else none, real),
+        _meta(none if driver == "gels" else batch, torch.int64),
+        _meta((*batch, min(rows, columns)) if driver in ("gelsd", "gelss") else none, real),
+    )
+
+
 SHAPE_RULES: dict[Any, Callable[..., Any]] = {
+    aten.linalg_lstsq.default: _least_squares,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     # Those without a meta kernel. Source: ATen/native/Distributions.cpp, LossMultiMargin.cpp, LossMultiLabelMargin.cpp,
