@@ -147,6 +147,7 @@ def test_no_name_of_a_card_is_folded_however_narrow_the_terminal(width, monkeypa
     assert ("Left out, as the terminal is narrow: tf32" in " ".join(lines)) is (width < 110)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "asked",
     [

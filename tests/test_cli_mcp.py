@@ -62,6 +62,7 @@ def test_a_plan_that_does_not_fit_is_an_answer():
     assert "cannot fit: the least is" in text
 
 
+@pytest.mark.slow  # a command of its own
 def test_a_log_is_read():
     wrong, text = ask("doctor", log=LOG)
     assert not wrong, text

@@ -87,6 +87,7 @@ def test_a_broken_offload_is_found_and_named(offloading, monkeypatch):
     assert f"caused by offload in {report.worst.module}" in str(report)
 
 
+@pytest.mark.slow  # a plan and five runs
 @pytest.mark.keeps("verify-detects-plan-changes")
 def test_a_broken_recompute_beside_offload_is_named(offloading, monkeypatch):
     model, batch, made = offloading

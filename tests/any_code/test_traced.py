@@ -136,6 +136,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.keeps("tightfit-trace-predicts-allocator")
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_the_peak_of_any_code_is_the_allocators(make):

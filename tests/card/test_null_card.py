@@ -114,15 +114,19 @@ def test_a_launch_that_a_card_refuses_is_refused():
     library.cudaGetLastError()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 def test_calls_that_are_not_modelled_are_counted_by_name():
     library, name, at, found = ctypes.CDLL("libcuda.so.1"), ctypes.create_string_buffer(96), 0, {}
     library.card_unmodelled_calls.restype = ctypes.c_long
-    with pytest.raises(RuntimeError, match="cuFFT"):
-        torch.fft.fft(torch.zeros(8, device="cuda"))
+    diagonal = torch.sparse_csr_tensor(torch.arange(9), torch.arange(8), torch.ones(8)).cuda()
+    with pytest.raises(RuntimeError, match="not supported by the null card when calling `cusparseSpGEMM"):
+        torch.matmul(diagonal, diagonal)
+    torch.fft.fft(torch.zeros(8, device="cuda"))
     while calls := library.card_unmodelled_calls(at, name, len(name)):
         found[name.value.decode()] = calls
         at += 1
-    assert found["cufftCreate"] >= 1
+    assert found["cusparseSpGEMM_createDescr"] >= 1
+    assert found["cufftXtMakePlanMany"] >= 1, "a size that is assumed"
 
 
 def test_a_card_for_which_pytorch_has_no_code_is_refused_in_one_line():
@@ -149,6 +153,11 @@ def test_libraries_of_others_that_are_linked_to_the_runtime_load():
     assert functional.dequantize_4bit(packed, state).shape == weight.shape
 
 
+def graph(device):
+    places = torch.stack([torch.arange(32), torch.arange(32).roll(1)])
+    return torch.sparse_coo_tensor(places, torch.ones(32), (32, 32)).to(device)
+
+
 LINEAR_ALGEBRA = {
     "factors of batches": lambda a: torch.linalg.lu_factor(a)[0],
     "inverse": torch.linalg.inv,
@@ -166,16 +175,18 @@ LINEAR_ALGEBRA = {
     "least squares": lambda a: torch.linalg.lstsq(a, a).solution,
     "orthogonal weights": lambda a: torch.nn.init.orthogonal_(torch.empty(32, 32, device=a.device)) @ a,
     "frequencies": lambda a: torch.fft.rfft2(a).abs(),
+    "graph": lambda a: torch.sparse.mm(graph(a.device), a[0]),
     "windows of sound": lambda a: torch.stft(
         a.flatten(1), 64, window=torch.hann_window(64, device=a.device), return_complex=True
     ).abs(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.usefixtures("null_card")
 @pytest.mark.parametrize("name", LINEAR_ALGEBRA)
-def test_factorisations_and_fourier_transforms_run(name):
-    """cuSOLVER's and cuFFT's part of them: scratch memory of an assumed size, and success where PyTorch reads it."""
+def test_factorisations_fourier_transforms_and_sparse_products_run(name):
+    """The part of cuSOLVER, cuFFT and cuSPARSE: scratch memory of an assumed size, and success where PyTorch reads it."""
     a = torch.randn(4, 32, 32, device="cuda", requires_grad=True)
     LINEAR_ALGEBRA[name](a).sum().backward()
     assert a.grad.shape == a.shape

@@ -456,6 +456,7 @@ def test_the_command_writes_a_store_and_its_figures_and_says_one_line_of_a_mista
     assert "holds distributions of other data" in wrong.error
 
 
+@pytest.mark.slow  # two models by name
 def test_the_command_says_what_each_loss_is_and_which_side_is_the_teacher(tmp_path: Path, teacher: Path):
     config = tmp_path / "distil.yaml"
     raw = settings(tmp_path, teacher).model_dump(mode="json")

@@ -59,6 +59,7 @@ def said_without():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow  # an interpreter without packages
 @pytest.mark.keeps("guest-imported-before-used")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(

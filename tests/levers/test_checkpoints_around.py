@@ -79,6 +79,7 @@ def loss(model, batch):
 BATCH = (torch.randn(8, 64, 32, generator=torch.Generator().manual_seed(0)),)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("layer", MOVING)
 def test_a_lever_on_blocks_that_move_buffers_there_is_refused_by_name(layer, lever):

@@ -40,6 +40,7 @@ def test_whole_blocks_hold_nothing_of_what_autograd_saved_inside_them(model, ids
         assert plain - forward_bytes(model, ids) == inside
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("segments", [1, 2, 3])
 def test_segments_hold_one_residual_stream_each(model, ids, segments):
     with recompute(model, "layers.*"):
@@ -55,7 +56,7 @@ def test_keeping_everything_holds_what_the_plain_run_holds(model, ids):
 
 
 @pytest.mark.keeps("recompute-never-holds-more")
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lever", KINDS)
 def test_no_policy_holds_more_than_the_plain_run(model, ids, lever):
     plain = forward_bytes(model, ids)
@@ -96,6 +97,7 @@ def test_twenty_steps_leave_the_same_bytes_as_one(model, ids, lever):
     assert more == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.keeps("memory-grow-step-step")
 @pytest.mark.parametrize("lever", KINDS)
 def test_a_step_leaves_no_reference_cycle(model, ids, lever):
@@ -122,6 +124,7 @@ def test_a_step_leaves_no_reference_cycle(model, ids, lever):
             gc.enable()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lever", KINDS)
 def test_a_graph_that_is_dropped_without_backward_leaves_nothing(model, ids, lever):
     with LEVERS[lever](model):

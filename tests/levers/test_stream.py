@@ -35,6 +35,7 @@ def test_every_base_is_bit_equal_over_several_steps(kind):
     assert_bit_equal(run(*built(kind), loss, times=3), run(*built(kind), loss, times=3, levers=streamed))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.keeps("streamed-bits")
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_one_block_is_in_memory_while_a_step_runs(kind):

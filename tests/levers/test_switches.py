@@ -121,6 +121,7 @@ def assert_replays_see(settings, lever, model, x):
     assert function_switches() == everything
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("lever", LEVERS)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_replay_sees_the_settings_of_forward(x, settings, lever):
@@ -210,6 +211,7 @@ class Attends(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
+@pytest.mark.slow  # captures blocks
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("lever", LEVERS)
 def test_attention_runs_the_kernel_that_is_chosen_around_its_forward(lever):

@@ -87,6 +87,7 @@ def test_a_budget_below_the_process_is_refused_in_one_line(model, device):
     assert refused.value.least_bytes > 50e6
 
 
+@pytest.mark.slow  # two plans
 @pytest.mark.keeps("host-budget-is-kept")
 def test_on_a_cpu_the_step_gets_what_the_process_leaves():
     model = Decoder(DecoderConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=512))

@@ -188,6 +188,7 @@ def test_a_perfect_flow_of_a_token_for_each_latent_has_no_loss(name):
     assert loss(Perfect(), batch) < 1e-6
 
 
+@pytest.mark.slow  # builds a published model
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name, each in published().items() if each.is_denoiser])
 def test_one_is_known_by_name_with_its_published_number_of_parameters(name):

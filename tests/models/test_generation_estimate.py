@@ -61,7 +61,7 @@ SLOW = pytest.mark.slow  # the same readers as others, with windows: two seconds
 
 
 @pytest.mark.keeps("estimate-inference-predicts-allocator")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW) if "window" in n else n for n in MODELS])
 def test_the_peak_of_a_generation_is_the_allocators(name):
     model, ids = MODELS[name](), prompts()

@@ -79,6 +79,7 @@ def test_logits_that_a_lever_never_makes_whole_are_not_made_by_watching(monkeypa
     assert [sample.phase for sample in watch.samples][:3] == ["forward", "backward", "optimizer"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings", [{"precision": "bf16"}, {"clip": 1.0}, {"kind": torch.optim.SGD}], ids=["bf16", "clip", "sgd"]
 )

@@ -85,7 +85,7 @@ def requests(lettered=False, codec=None):
 
 
 @pytest.mark.keeps("choices-scored-padded-batches")
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prompt", ["text", "letters"])
 @pytest.mark.parametrize("how", [{}, {"batch_size": 1}, {"batch_size": 5}, {"budget": "3MiB"}], ids=str)
 def test_scores_in_padded_batches_are_those_of_each_choice_alone(prompt, how):

@@ -139,6 +139,7 @@ def test_a_training_that_needs_a_closure_is_refused_before_it_begins(tmp_path):
         train(training(tmp_path, optimizer="torch.optim:LBFGS"))
 
 
+@pytest.mark.slow  # a training and its plan
 def test_a_training_runs_with_it_within_its_budget(tmp_path):
     given = {"class": "signs:Signs", "momentum": 0.5, "lr": 0.01}
     result = train(training(tmp_path, memory={"budget": "0.9x", "max_slowdown": None}, optimizer=given))

@@ -49,7 +49,7 @@ def test_the_predicted_peak_is_the_allocators(optimizer, micro_batches):
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("optimizer-states-host-16")
 @pytest.mark.parametrize(
     "optimizer", ["adamw_bf16", "adamw_bf16_stochastic", "flash_adamw", "muon8bit", "offloaded_adamw"]

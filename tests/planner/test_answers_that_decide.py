@@ -89,7 +89,7 @@ def wanted(way, micro_batches=1):
     return {"loss": squares, "optimizer": "sgd", "device": round_device(), "micro_batches": micro_batches}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_the_worst_answer_is_the_estimate_and_a_plan_fits_it(way):
     model, batch = Decides(way), {"x": torch.randn(512, 64)}

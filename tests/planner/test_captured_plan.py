@@ -46,6 +46,7 @@ def forwards(model):
     return [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
 
 
+@pytest.mark.slow  # two plans that capture
 @pytest.mark.keeps("plan-captured-blocks-takes")
 def test_it_is_predicted_to_be_faster_and_takes_the_predicted_bytes(model, batch, made, recorded):
     assert made.lever(CapturedBlocks) == CapturedBlocks(("layers.0", "layers.1", "layers.2"))
@@ -104,6 +105,7 @@ def test_captured_blocks_are_tried_where_recorded_ones_do_not_fit(model, batch):
         assert allocator_peak(model, batch) <= budget
 
 
+@pytest.mark.slow  # a plan that captures
 @pytest.mark.keeps("plan-captured-blocks-takes")
 def test_a_block_that_cannot_be_captured_stays_with_the_recorder_and_is_named_once(batch):
     class Odd(nn.Module):

@@ -1,5 +1,6 @@
 """A chain of many blocks of different kinds is priced in few dry runs."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,6 +51,7 @@ def priced(model, monkeypatch):
     return plan, max(counts)
 
 
+@pytest.mark.slow  # twelve kinds of blocks
 def test_twelve_kinds_of_one_block_take_no_dry_run_for_each_option(monkeypatch):
     few, runs_of_few = priced(Chain(range(64, 64 + 6)), monkeypatch)
     many, runs_of_many = priced(Chain(range(64, 64 + 12)), monkeypatch)

@@ -41,6 +41,7 @@ def least(model, batch, levers):
     return caught.value.least_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{}, {"recompute": True}])
 def test_the_peak_of_what_is_offloaded_by_hand_is_predicted(model, batch, how):
     with offload(model, "layers.*", **how) as applied:
@@ -201,6 +202,7 @@ def of_nodes(model, batch):
     return model(**batch).square().mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", ["0.8x", "0.75x"])
 def test_a_plan_whose_offloaded_values_are_all_small_can_be_applied(budget):
     model, batch = Graph(), {"nodes": torch.randn(20, 16), "edges": torch.randint(20, (2, 60))}

@@ -46,6 +46,7 @@ def fastest_with(search: Search, setting: Stream) -> float | None:
     return None if search.best is None else search.best.seconds
 
 
+@pytest.mark.slow  # three plans
 @pytest.mark.sampled(1)
 @pytest.mark.keeps("streamed-and-recomputed-by-price")
 @pytest.mark.parametrize("link", LINKS)

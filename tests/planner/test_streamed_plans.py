@@ -37,6 +37,7 @@ def peak_of(model, batch, applied):
     return measured_peak(step, resident_tensors(model, optimizer, batch))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("streamed-peak")
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.6])
 def test_a_plan_streams_as_many_blocks_as_the_budget_requires(share):

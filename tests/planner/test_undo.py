@@ -73,6 +73,7 @@ def patched_anew(model):
     del model.layers[0].forward
 
 
+@pytest.mark.slow  # two plans
 @pytest.mark.keeps("undo-removes-lever-still")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
@@ -206,6 +207,7 @@ def test_a_plan_applied_twice_is_refused_and_changes_nothing(plan, model):
     assert patched(model) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode], ids=lambda around: around.__name__)
 def test_a_plan_asked_for_where_gradients_are_off_is_the_same_plan(around, plan, model):
     with around():

@@ -83,6 +83,7 @@ def test_a_plan_of_ranks_is_written_with_its_world_and_a_hash_of_what_ranks_have
     assert f"All ranks share plan {read.hash}." in " ".join(str(sharded).split())
 
 
+@pytest.mark.slow  # two plans of ranks
 @pytest.mark.keeps("frees-gathered-weights-after")
 def test_weights_are_freed_after_forward_where_keeping_them_takes_too_much(made):
     frees, keeps = (plan(made, BATCH, b, levers=[], device=round_device(), world_size=2) for b in ("1x", "4GiB"))

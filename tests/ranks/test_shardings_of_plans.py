@@ -170,6 +170,7 @@ def test_the_update_of_shards_on_the_host_takes_the_hosts_time():
     assert sum(o.seconds for o in update) >= moved / HOST_BYTES_PER_SECOND
 
 
+@pytest.mark.slow  # plans of ranks
 @pytest.mark.sampled(1)
 @pytest.mark.keeps("cards-offload-named-nothing")
 @pytest.mark.parametrize("levers", [[], ["offload"]])

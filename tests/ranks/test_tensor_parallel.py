@@ -167,6 +167,7 @@ def test_settings_that_no_rank_is_predicted_with_are_refused_in_one_line(setting
         asked(**settings)
 
 
+@pytest.mark.slow  # a plan of every rounding lever
 @pytest.mark.keeps("cannot-divided-rank-predicted")
 def test_levers_that_would_divide_otherwise_are_refused_by_name_and_left_out_by_class():
     for levers in (["chunked_loss"], ["recompute", "tile"], ["exact", "offload"]):

@@ -56,6 +56,7 @@ def test_they_are_looked_for_only_when_they_are_read(monkeypatch):
     assert asked[1:] == [None]
 
 
+@pytest.mark.slow  # prices ways out
 def test_exact_ways_come_first_and_each_was_run_dry(held_by_states):
     found, limit = held_by_states.ways_out, held_by_states.refusal.search.budget_bytes
     kinds = [way.kind for way in found.fitting]

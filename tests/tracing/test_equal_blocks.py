@@ -98,6 +98,7 @@ def test_few_blocks_give_the_record_of_all(name, frees, device, ran):
         assert modules < 0.85 * len(list(model.modules())), "some blocks were left out"
 
 
+@pytest.mark.slow  # traces with and without
 def test_blocks_with_different_levers_are_not_equal(ran):
     model = llama(24)
     blocks = find_blocks(model)
@@ -112,6 +113,7 @@ def test_blocks_with_different_levers_are_not_equal(ran):
     assert ran[1] > ran[0]
 
 
+@pytest.mark.slow  # two traces of every block
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [24, 12])
 def test_streamed_blocks_come_and_go_as_in_the_whole_model(count, ran):

@@ -73,6 +73,7 @@ def mapped(model, b):
 LOSSES = [mean_flow, learnt_tangent, dual, of_parameters, of_a_number, of_a_gradient, mapped]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.keeps("estimates-steps-forward-mode")
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_the_estimate_is_the_measured_peak(loss):

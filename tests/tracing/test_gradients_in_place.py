@@ -62,7 +62,7 @@ FORMULAS = {
 
 
 @pytest.mark.keeps("dry-run-counts-autograd")
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FORMULAS)
 def test_the_peak_of_a_backward_formula_is_the_allocators(name):
     model = Formula(FORMULAS[name])

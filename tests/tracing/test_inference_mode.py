@@ -41,6 +41,7 @@ def policy_loss(convert):
     return loss
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_the_model_in_inference_mode_takes_the_measured_peak(name):
     batch, loss = {"x": torch.randn(512, 64)}, policy_loss(CONVERSIONS[name])

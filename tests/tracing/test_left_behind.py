@@ -95,6 +95,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.keeps("dry-run-leaves-nothing")
 @pytest.mark.parametrize("name", CALLS)
 def test_model_and_batch_are_freed_where_the_caller_drops_them_without_a_garbage_collection(name):

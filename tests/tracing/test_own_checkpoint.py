@@ -59,6 +59,7 @@ def measured(model, optimizer):
     return measured_peak(step, [*model.parameters(), *state_tensors(optimizer), *BATCH.values()])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("block-own-checkpoint-predicted")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_an_estimate_is_what_the_allocator_records(way):
@@ -68,6 +69,7 @@ def test_an_estimate_is_what_the_allocator_records(way):
     assert abs(measured(model, optimizer) - predicted) <= ROUNDING
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("block-own-checkpoint-predicted")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_plan_is_measured_as_planned(way):

@@ -58,7 +58,7 @@ def loss(model, batch):
     return F.cross_entropy(model(**batch).flatten(0, 1), batch["ids"].flatten())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.keeps("estimates-lstm-gru-rnn")
 @pytest.mark.parametrize(
     "use", [as_padded, packed_batch_first, packed_in_order, as_sequences], ids=lambda use: use.__name__
@@ -80,6 +80,7 @@ def test_of_several_layers_and_directions_too(settings):
     assert -ONE_STATE <= found.peak_bytes - measured <= ONE_STATE + unmade
 
 
+@pytest.mark.slow  # a plan, and both steps
 def test_a_plan_of_packed_sequences_is_bit_equal():
     plan = tightfit.plan(Tagger(nn.LSTM, packed_batch_first), BATCH, "0.95x", loss=loss, device=round_device())
     assert tightfit.verify(Tagger(nn.LSTM, packed_batch_first), BATCH, plan, loss=loss).ok

@@ -25,7 +25,7 @@ def traced(model, batch, micro_batches=1, **options):
 
 
 @pytest.mark.keeps("predicted-peak-step-equals")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", [StepSettings(), StepSettings("bf16"), StepSettings(grad_clip=1.0)], ids=str)
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("lever", ["plain", "recompute", "recompute mlp", "segments"])
@@ -42,6 +42,7 @@ def test_predicted_peak_is_the_allocators(settings, micro_batches, lever):
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("predicted-peak-step-equals")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_optimizer_states_are_counted(optimizer):
@@ -50,6 +51,7 @@ def test_optimizer_states_are_counted(optimizer):
     assert predicted == pytest.approx(allocator_peak(model, batch, optimizer=optimizer), rel=TOLERANCE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.keeps("predicted-peak-step-equals")
 @pytest.mark.parametrize(
     "options", [{"dropout": 0.1}, {"qk_norm": True}, {"tie_embeddings": True}, {"activation": "geglu"}], ids=str

@@ -271,6 +271,7 @@ def test_the_reward_rises_and_the_peak_of_every_phase_is_the_predicted_one(tmp_p
     assert result.sample.startswith("What is")
 
 
+@pytest.mark.slow  # a training of three phases
 @pytest.mark.keeps("rewards-train-policy")
 def test_a_reference_of_its_own_counts_in_every_phase(tmp_path: Path):
     result = train(rewarded(tmp_path / "a", max_steps=3, grpo={"beta": 0.1}))
@@ -282,6 +283,7 @@ def test_a_reference_of_its_own_counts_in_every_phase(tmp_path: Path):
     assert weights >= 4 * result.parameters
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.keeps("rewards-train-policy")
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_the_phases_are_known_from_the_configuration_alone(tmp_path: Path, beta: float):
@@ -312,6 +314,7 @@ def test_an_interrupted_training_ends_as_the_whole_one(tmp_path: Path, step: int
     assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
 
 
+@pytest.mark.slow  # two trainings
 @pytest.mark.keeps("rewards-train-policy")
 def test_a_signal_cuts_a_rollout_which_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("test_grpo.cutting", CutAtCall(3))
@@ -336,6 +339,7 @@ def test_a_reward_that_fails_ends_with_a_checkpoint_of_the_steps_before(
     assert timeless(tmp_path / "cut") == timeless(tmp_path / "whole")
 
 
+@pytest.mark.slow  # two trainings and their plans
 def test_fewer_completions_are_drawn_at_once_where_the_budget_has_no_room_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

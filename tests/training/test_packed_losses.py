@@ -109,6 +109,7 @@ def test_a_mask_of_ones_silently_takes_the_boundaries_away():
     assert all("attention_mask" not in row for row in rows)
 
 
+@pytest.mark.slow  # two plans
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "levers"),

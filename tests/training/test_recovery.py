@@ -210,7 +210,7 @@ def test_a_step_in_backward_is_undone_before_its_first_update_and_refused_after_
 # The first run under a scaler has casts that the plan does not know, which is said once.
 @pytest.mark.keeps("training-runs-out-memory")
 @pytest.mark.filterwarnings("ignore::tightfit.levers.recompute.OtherOperators")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.8, 0.95, 0.99])
 def test_a_scaled_step_is_recovered_with_its_scale(share, plain, recomputing):
     settings = config(training={"precision": "fp16"})
@@ -225,6 +225,7 @@ def test_a_scaled_step_is_recovered_with_its_scale(share, plain, recomputing):
     assert_same(run, losses, outcome)
 
 
+@pytest.mark.slow  # two trainings
 @pytest.mark.keeps("cuda-path-too-card")
 def test_a_scaler_that_was_half_made_is_made_again():
     settings = config(training={"precision": "fp16"})

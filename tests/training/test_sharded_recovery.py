@@ -188,6 +188,7 @@ def _begun(run: Training, step: int) -> tuple[Any, dict[str, Any], int]:
     return _ShardedStep(run.stepper, given), given, step
 
 
+@pytest.mark.slow  # a training of two ranks
 @pytest.mark.keeps("rank-fails-sends-messages")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fitted", [PLAIN, RECOMPUTING, SPLIT])

@@ -23,6 +23,7 @@ class Four(Ranks):
     rank, size = 3, 4
 
 
+@pytest.mark.slow  # a plan on each rank
 def test_a_plan_is_the_same_on_every_rank(tmp_path):
     config = settings(tmp_path, model={"hidden_size": 16, "num_layers": 1}, memory={"budget": "0.7x"})
     data = prepare_data(config.data, config.model)

@@ -49,7 +49,12 @@ LIBRARIES = {
     "libcupti": Library("cupti.c", r"cupti", r"cupti"),
     "libcufft": Library("cufft.c", r"cufft", refusal=16),
     "libcurand": Library(None, r"curand", refusal=999),
-    "libcusparse": Library(None, r"cusparse(?!Lt)", r"cusparse(Create|Destroy|SetStream|SetPointerMode)$", 10),
+    "libcusparse": Library(
+        "cusparse.c",
+        r"cusparse(?!Lt)",
+        r"cusparse(\w*Set|SpM[MV]$|SDDMM(_preprocess)?$|Xcoo|Xcsrsort$|CreateIdentityPermutation)",
+        10,
+    ),
     "libcusparseLt": Library(None, r"cusparseLt", refusal=10),
     "libcusolver": Library("cusolver.c", r"cusolver", refusal=9),
     "libcufile": Library(None, r"cuFile"),
