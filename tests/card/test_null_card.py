@@ -186,7 +186,7 @@ LINEAR_ALGEBRA = {
 @pytest.mark.usefixtures("null_card")
 @pytest.mark.parametrize("name", LINEAR_ALGEBRA)
 def test_factorisations_fourier_transforms_and_sparse_products_run(name):
-    """The part of cuSOLVER, cuFFT and cuSPARSE: scratch memory of an assumed size, and success where PyTorch reads it."""
+    """What cuSOLVER, cuFFT and cuSPARSE do of them: they take scratch memory, and say that they succeeded."""
     a = torch.randn(4, 32, 32, device="cuda", requires_grad=True)
     LINEAR_ALGEBRA[name](a).sum().backward()
     assert a.grad.shape == a.shape

@@ -40,7 +40,7 @@ LIBRARIES = {
     "libcudnn": Library(
         "cudnn.c",
         r"cudnn",
-        r"cudnn(Set|Restore|BatchNormalization|Convolution(Forward|Backward|Bias)|Pooling|CTCLoss|SpatialTf)",
+        r"cudnn(Set|Restore|BatchNormalization|Convolution(Forward|Backward|Bias)|RNN(Forward|Backward)|Pooling|CTCLoss|SpatialTf)",
         3000,
     ),
     "libnccl": Library("nccl.c", r"p?nccl", refusal=5),

@@ -269,7 +269,67 @@ def _batch_norm_backward(results: Any, epsilon: float, **named: Any) -> Any:
     return aten.native_batch_norm_backward(*(named[name] for name in names), True, epsilon, [True, True, True])
 
 
+def _recurrent(
+    input: Any, weight: Any, weight_stride0: int, hx: Any, cx: Any, mode: int, num_layers: int, batch_first: bool,
+    dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, seed: int, **_: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Output and last states of a recurrent network. The modes are `cudnnRNNMode_t`'s."""
+    network = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)[mode]
+    states = (hx, cx) if network is torch.lstm else hx
+    has_biases = weight_stride0 in (4, 5)  # the fifth is a projection
+    how = (has_biases, num_layers, dropout if train else 0.0, train, bidirectional)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if batch_sizes:
+            return network(input, torch.tensor(batch_sizes), states, weight, *how)
+        return network(input, states, weight, *how, batch_first)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_wide(each) for each in value]
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _rnn(results: Any, dropout_state: Any, **named: Any) -> Any:
+    """The state of dropout moves with each call, as cuDNN's does; the reserved memory tells backward which it was."""
+    cells, reserve, buffer = results[2:]
+    seed = 0
+    if dropout_state is not None and dropout_state.numel() >= 8:
+        counter = dropout_state[:8].view(torch.int64)
+        seed = abs(int(counter))
+        counter.copy_(torch.tensor(mixed(seed, 1)))
+    if reserve.numel() >= 8:
+        reserve[:8].view(torch.int64).fill_(seed)
+    found = _recurrent(seed=seed, **{name: _wide(value) for name, value in named.items()})
+    return [*found, *([cells] if len(found) == 2 else []), reserve, buffer]
+
+
+def _rnn_backward(
+    results: Any, input: Any, weight: Any, hx: Any, cx: Any, grad_output: Any, grad_hy: Any, grad_cy: Any, reserve: Any,
+    output_mask: Any, **named: Any,
+) -> Any:  # fmt: skip
+    seed = int(reserve[:8].view(torch.int64)) if reserve.numel() >= 8 else 0
+    with torch.enable_grad():
+        leaves = [_wide(each).detach().requires_grad_() for each in (input, hx, *([] if cx is None else [cx]), *weight)]
+        states = leaves[1 : 2 if cx is None else 3]
+        weights = leaves[1 + len(states) :]
+        last = states[1] if len(states) == 2 else None
+        found = _recurrent(leaves[0], weights, hx=states[0], cx=last, seed=seed, **named)
+        given = [
+            (one, _wide(g)) for one, g in zip(found, (grad_output, grad_hy, grad_cy), strict=False) if g is not None
+        ]
+        gradients = torch.autograd.grad([o for o, _ in given], leaves, [g for _, g in given], allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
+    of_cells = gradients[2] if cx is not None else results[2]
+    return [gradients[0], gradients[1], of_cells, gradients[1 + len(states) :] if output_mask[3] else results[3]]
+
+
 REFERENCES: Mapping[str, Reference] = {
+    "aten::_cudnn_rnn": _rnn,
+    "aten::_cudnn_rnn_backward": _rnn_backward,
+    "aten::_cudnn_rnn_flatten_weight": lambda results, **_: results,  # its copies are the runtime's
+    "aten::_cudnn_init_dropout_state": lambda results, **_: results,
     "aten::_scaled_dot_product_flash_attention": _forward(seeds=(6, 7)),
     "aten::_scaled_dot_product_flash_attention_backward": _backward,
     "aten::_scaled_dot_product_efficient_attention": _forward(seeds=(2, 3)),

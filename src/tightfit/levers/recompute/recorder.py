@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
             # `empty` has no content to copy. The operator that writes into it decides about the content.
             decision = Decision.RECOMPUTE
         if traits.exchanges_memory:
-            if _exchanges_nothing(args):  # parametrisations set a parameter to itself
+            if _exchanges_nothing(args) or _only_looks(func, args):  # parametrisations set a parameter to itself
                 return func(*args, **kwargs)
             raise RecomputeError(
                 f"{self.region}: {traits.name} exchanges the memory under a tensor, which cannot be recomputed: "
@@ -200,6 +200,16 @@ def _exchanges_nothing(args: tuple) -> bool:
     target, source = args
     same = target.untyped_storage()._cdata == source.untyped_storage()._cdata
     return same and Geometry.of(target) == Geometry.of(source)
+
+
+def _only_looks(func: Any, args: tuple) -> bool:
+    """True if a tensor without memory is set to that of another: it becomes a view, and nothing is exchanged.
+
+    So PyTorch looks at all weights of a recurrent network as one (`try_get_weight_buf` in cudnn/RNN.cpp).
+    """
+    target = args[0]
+    is_set = isinstance(target, torch.Tensor) and func.overloadpacket is torch.ops.aten.set_ and len(args) > 1
+    return is_set and has_plain_storage(target) and target.untyped_storage().nbytes() == 0
 
 
 def trust_only_what_was_written(traits: Traits, targets: Sequence[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
    convolutions it is said to need `cudnn_workspace` bytes (assumed: the real heuristics are closed), for attention what an
    H200 was seen to take. */
 #include "card.h"
+#include "cudnn_rnn.h"
 #include <stdlib.h>
 #include <string.h>
 
