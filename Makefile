@@ -80,8 +80,8 @@ test-beside-card: $(CARD_READY)
 # On CUDA's path, without a card: no card, driver or toolkit is needed; Linux and a C compiler are. Tests with true values
 # leave numbers in memory, which operators without them would read as counts: they run in processes of their own.
 # The last two lines: work of streams that nobody waits for happens late.
-WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py copied_operands.py null_card.py operators.py captured_bytes.py \
-  compiled_bytes.py plan_bytes.py stream_bytes.py)
+WITHOUT_VALUES := $(addprefix tests/card/test_,calibration.py casts.py copied_operands.py null_card.py operators.py \
+  captured_bytes.py compiled_bytes.py plan_bytes.py recurrent_bytes.py stream_bytes.py)
 # The peak of a whole training is its process's, and dynamo holds what another test's captured blocks were made from.
 BY_THEMSELVES := $(addprefix tests/card/test_,grpo_on_card.py training_on_card.py)
 IN_EVERY_ORDER := $(addprefix tests/card/test_,exact_on_card.py late.py stream_on_card.py)

@@ -72,7 +72,7 @@ _MEMBERS = {
     Family.PRODUCT: """
         mm addmm bmm baddbmm addbmm _addmm_activation _grouped_mm _scaled_mm _scaled_grouped_mm _int_mm linear
         mkldnn_linear convolution _convolution convolution_overrideable convolution_backward
-        convolution_backward_overrideable mkldnn_convolution cudnn_convolution""",
+        convolution_backward_overrideable mkldnn_convolution cudnn_convolution _cudnn_rnn _cudnn_rnn_backward""",
     Family.ATTENTION: """
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
         _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention

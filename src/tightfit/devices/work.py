@@ -1,5 +1,6 @@
 """Counts the work of an operator from shapes: multiply-adds, bytes and elements."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -322,12 +323,21 @@ def _products(
     base = base_name(name)
     if "convolution" in base:
         return _convolution(base, inputs, outputs)
+    if base.startswith("_cudnn_rnn"):
+        return _recurrent(inputs) * (2 if base.endswith("backward") else 1)
     if base in ("linear", "mkldnn_linear", "gemm_4bit"):
         (*lead, inner), columns = inputs[0].shape, outputs[0].shape[-1]
         return (ProductShape(1, math.prod(lead), columns, inner, "nt"),)
     first = _first_operand(name)
     a, b = inputs[first], inputs[first + 1]
     return (_grouped(a, b, inputs[first + 2 :]),) if "grouped" in base else (_product(a, b),)
+
+
+def _recurrent(inputs: Sequence[CostedTensor]) -> tuple[ProductShape, ...]:
+    """Each weight of a recurrent network with all rows of all steps. That steps wait for each other is not priced."""
+    *weights, _ = itertools.takewhile(lambda tensor: len(tensor.shape) < 3, inputs[1:])  # and their common memory
+    rows = math.prod(inputs[0].shape[:-1])
+    return tuple(ProductShape(1, rows, *weight.shape, "nt") for weight in weights if len(weight.shape) == 2)
 
 
 def _first_operand(name: str) -> int:

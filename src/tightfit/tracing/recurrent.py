@@ -85,3 +85,44 @@ def _measured(steps: int, rows: int, width: int, hidden: int, dtype: torch.dtype
         rises = cpu_rise(forward), cpu_rise(backward)
         kept = [sum(t.untyped_storage().nbytes() for t in made) for made in (results, gradients)]
         return Taken(results[3].untyped_storage().nbytes(), rises[0] - kept[0], rises[1] - kept[1])
+
+
+# cuDNN's operator on cards (tracing/cuda/networks.py has its scratch memory)
+
+CUDNN_RELU, CUDNN_TANH, CUDNN_LSTM, CUDNN_GRU = range(4)  # `cudnnRNNMode_t`
+CUDNN_GATES = {CUDNN_RELU: 1, CUDNN_TANH: 1, CUDNN_LSTM: 4, CUDNN_GRU: 3}
+CUDNN_STATES = {CUDNN_RELU: 1, CUDNN_TANH: 1, CUDNN_LSTM: 2, CUDNN_GRU: 1}
+
+
+def cudnn_results(
+    input: torch.Tensor, weight: Any, weight_stride0: int, weight_buf: Any, hx: torch.Tensor, cx: Any, mode: int,
+    hidden_size: int, proj_size: int, num_layers: int, batch_first: bool, dropout: float, train: bool,
+    bidirectional: bool, batch_sizes: Any, dropout_state: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The results of the operator: what comes out, both states, what is kept, and no copy of the weights."""
+    ways = 2 if bidirectional else 1
+    out = ways * (proj_size or hidden_size)
+    if batch_sizes:
+        output, steps, rows = input.new_empty(input.shape[0], out), len(batch_sizes), batch_sizes[0]
+    else:
+        steps, rows = (input.shape[1], input.shape[0]) if batch_first else input.shape[:2]
+        output = input.new_empty(steps, rows, out)
+        output = output.transpose(0, 1) if batch_first else output
+    one = steps * rows * hidden_size * ways * input.dtype.itemsize
+    kept = one * num_layers * (CUDNN_GATES[mode] + CUDNN_STATES[mode]) if train else 0
+    cells = input.new_empty(0) if cx is None else torch.empty_like(cx, memory_format=torch.contiguous_format)
+    state = torch.empty_like(hx, memory_format=torch.contiguous_format)
+    return output, state, cells, input.new_empty(kept, dtype=torch.uint8), input.new_empty(0)
+
+
+def cudnn_gradients(
+    input: torch.Tensor, weight: Any, weight_stride0: int, weight_buf: Any, hx: torch.Tensor, cx: Any, output: Any,
+    grad_output: Any, grad_hy: Any, grad_cy: Any, mode: int, hidden_size: int, proj_size: int, num_layers: int,
+    batch_first: bool, *rest: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The results of its backward. With the batch first, that of the input lies as its transposed copy did."""
+    of_input = torch.empty_like(input, memory_format=torch.contiguous_format)
+    if batch_first:
+        of_input = input.new_empty(input.shape[1], input.shape[0], *input.shape[2:]).transpose(0, 1)
+    states = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in (hx, cx)]
+    return of_input, *states, [torch.empty_like(x) for x in weight]

@@ -593,6 +593,8 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
     aten.log_sigmoid_forward.default: _log_sigmoid_forward,
     aten.native_group_norm.default: _native_group_norm,
     aten.native_group_norm_backward.default: _native_group_norm_backward,
+    aten._cudnn_rnn.default: recurrent.cudnn_results,
+    aten._cudnn_rnn_backward.default: recurrent.cudnn_gradients,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
     aten.mkldnn_rnn_layer_backward.default: _mkldnn_rnn_layer_backward,
     aten.nonzero.default: _nonzero,

@@ -274,12 +274,12 @@ def _recurrent(
     dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, seed: int, **_: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Output and last states of a recurrent network. The modes are `cudnnRNNMode_t`'s."""
-    network = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)[mode]
-    states = (hx, cx) if network is torch.lstm else hx
+    networks: Any = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)
+    network, states = networks[mode], hx if cx is None else (hx, cx)
     has_biases = weight_stride0 in (4, 5)  # the fifth is a projection
     how = (has_biases, num_layers, dropout if train else 0.0, train, bidirectional)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         if batch_sizes:
             return network(input, torch.tensor(batch_sizes), states, weight, *how)
         return network(input, states, weight, *how, batch_first)

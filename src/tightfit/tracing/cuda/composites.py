@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.tracing.cuda import networks
 from tightfit.tracing.cuda.attention import AttentionCall, Capability, attend
 from tightfit.tracing.shapes import KNOWN_LIMIT
 
@@ -38,6 +39,7 @@ def composites(capability: Capability) -> Iterator[tuple[str, str, Callable[...,
     yield "aten::dropout", "AutogradCPU", _dropout
     yield "aten::log_softmax.int", "AutogradCPU", _log_softmax
     yield "aten::softmax.int", "AutogradCPU", _softmax
+    yield from networks.composites()
     if hasattr(aten, "_fused_rms_norm"):
         # With a CPU kernel the operator uses autograd's formula. Without one, PyTorch decomposes it.
         yield "aten::_fused_rms_norm", "CPU", _never_computed

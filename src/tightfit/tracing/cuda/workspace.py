@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from tightfit.tracing.cpu_temporaries import COMPOSITES, composite_scratch
-from tightfit.tracing.cuda import convolutions, copies, normalisation, transforms
+from tightfit.tracing.cuda import convolutions, copies, networks, normalisation, transforms
 from tightfit.tracing.cuda.allocator import MIB, MIN_BLOCK, RESULT, Scratch, round_up
 from tightfit.tracing.shapes import TensorShape, lies_by_length
 
@@ -237,6 +237,7 @@ def _distances_backward(inputs: Shapes, outputs: Shapes, arguments: tuple) -> li
 _FORMULAS: dict[str, Callable[[Shapes, Shapes, tuple], list[int]]] = {
     **convolutions.FORMULAS,
     **copies.FORMULAS,
+    **networks.FORMULAS,
     **normalisation.FORMULAS,
     **transforms.FORMULAS,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
