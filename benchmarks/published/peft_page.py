@@ -19,7 +19,7 @@ not published: {record["longest"]} tokens are one choice for all methods. Texts 
 the batches before are not PEFT's either, and what the allocator still holds of those counts as reserved: two runs of
 one method (IA3) are {spread(rows):.1%} apart. In the dry run the longest batch finds an empty cache, since run.py
 empties it behind every tenth step. Why a method did not reach its first
-step was not looked into one by one: a null card refuses cuSOLVER and cuFFT, by which some begin.
+step was not looked into one by one. Four run since a null card has cuSOLVER and cuFFT.
 `python -m benchmarks.published.peft`.
 
 Run: {found["measured"]} of {found["methods"]} methods, {said(found, "measured")}. Predicted: {found["predicted"]}, \
