@@ -105,7 +105,7 @@ test-real-card:
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m 'slow or not slow'
-	$(MAKE) test-card CARD_TESTS="-m 'slow or not slow'"
+	$(MAKE) test-card CARD_TESTS="-m 'slow or not slow'" BETWEEN_STREAMS=
 
 check: $(READY)
 	$(BIN)/ruff check .

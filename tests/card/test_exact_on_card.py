@@ -100,10 +100,10 @@ class Recurrent(nn.Module):
 
 @pytest.mark.usefixtures("null_card")
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("dropout", "precision"), [(0.0, "fp32"), (0.3, "fp32"), (0.0, "bf16")])
 @pytest.mark.parametrize("lever", {**LEVERS, **WAYS})
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_recurrent_networks_leave_everything_bit_equal(kind, lever, dropout, values, monkeypatch):
+def test_recurrent_networks_leave_everything_bit_equal(kind, lever, dropout, precision, values, monkeypatch):
     """PyTorch looks at all weights of a network as one tensor, by an operator that exchanges memory."""
     state, drawn = torch.zeros(8, dtype=torch.uint8), []
 
@@ -118,7 +118,8 @@ def test_recurrent_networks_leave_everything_bit_equal(kind, lever, dropout, val
         torch.manual_seed(0)
         model, x = Recurrent(RECURRENT[kind], dropout).cuda(), torch.randn(4, 6, 16, device="cuda", requires_grad=True)
         state.zero_()
-        return run(model, x, levers=lever)
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            return run(model, x, levers=lever)
 
     assert_bit_equal(stepped({**LEVERS, **WAYS}[lever]), stepped())
     assert set(drawn) == {dropout}

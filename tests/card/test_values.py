@@ -172,3 +172,24 @@ def test_weights_in_four_bits_are_read_as_on_the_cpu(dtype):
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.stdout == "True True\n", found.stderr
+
+
+SETTINGS = ({}, {"bidirectional": True, "batch_first": True}, {"bias": False})
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # oneDNN has none
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*((kind, settings) for kind in (nn.LSTM, nn.GRU, nn.RNN) for settings in SETTINGS), (nn.LSTM, {"proj_size": 4})],
+)
+def test_recurrent_networks_compute_what_the_cpu_does(kind, settings):
+    torch.manual_seed(0)
+    here, x = kind(6, 8, 2, **settings), torch.randn(3, 5, 6)
+    there = copy.deepcopy(here).cuda()
+    found = []
+    for network, given in ((here, x.clone().requires_grad_()), (there, x.cuda().requires_grad_())):
+        out, states = network(given)
+        (out.square().sum() + (states[0] if kind is nn.LSTM else states).sum()).backward()
+        found.append([t.cpu() for t in (out, given.grad, *(weight.grad for weight in network.parameters()))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -270,13 +270,18 @@ def _batch_norm_backward(results: Any, epsilon: float, **named: Any) -> Any:
 
 
 def _recurrent(
-    input: Any, weight: Any, weight_stride0: int, hx: Any, cx: Any, mode: int, num_layers: int, batch_first: bool,
-    dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, seed: int, **_: Any,
+    input: Any, weight: Any, weight_stride0: int, hx: Any, cx: Any, mode: int, hidden_size: int, proj_size: int,
+    num_layers: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool, batch_sizes: Any, seed: int,
+    **_: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Output and last states of a recurrent network. The modes are `cudnnRNNMode_t`'s."""
     networks: Any = (torch.rnn_relu, torch.rnn_tanh, torch.lstm, torch.gru)
     network, states = networks[mode], hx if cx is None else (hx, cx)
-    has_biases = weight_stride0 in (4, 5)  # the fifth is a projection
+    has_biases = weight_stride0 in (4, 5)  # the last is a projection where there is one
+    rows = hidden_size * (1, 1, 4, 3)[mode]
+    # Under autocast the weights come as columns of one memory.
+    shapes = [(rows, -1), (rows, -1), *[(-1,)] * (2 * has_biases), *[(proj_size, -1)] * bool(proj_size)]
+    weight = [each.reshape(shapes[at % weight_stride0]) for at, each in enumerate(weight)]
     how = (has_biases, num_layers, dropout if train else 0.0, train, bidirectional)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -1,6 +1,6 @@
 """Copies that CUDA's kernels make of operands that lie otherwise, and numbers that they hold beside their results.
 
-Each was compared with what PyTorch's own code allocates, layout by layout (tests/card/test_operators.py).
+Each was compared with what PyTorch's own code allocates, layout by layout (tests/card/test_copied_operands.py).
 """
 
 from collections.abc import Callable, Sequence
