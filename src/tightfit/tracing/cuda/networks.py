@@ -55,9 +55,11 @@ def _cudnn(
     dropout: float, train: bool, bidirectional: bool, rows: list[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     hidden, cells = (hx[0], hx[1]) if mode == CUDNN_LSTM else (hx, None)
+    # `try_get_weight_buf`: on a card the weights lie in one memory, at which an empty tensor is set to look
+    whole = torch.empty(0, dtype=params[0].dtype)
     if torch.is_autocast_enabled("cpu"):  # of the card that is simulated
         # `_cudnn_rnn_cast_reflatten`: to fp16 whatever autocast's dtype is, and no cast of a weight is remembered
-        params = [each.to(torch.float16) for each in params]
+        whole, params = _in_one_memory(params)
         cells = None if cells is None else cells.to(torch.float16)
         hidden, input = hidden.to(torch.float16), input.to(torch.float16)
     width = hidden.shape[2] if cells is None else cells.shape[2]
@@ -65,10 +67,23 @@ def _cudnn(
     each = (4 if has_biases else 2) + bool(projected)
     state = _DROPS if dropout and train else None
     how = (mode, width, projected, layers, batch_first, dropout, train, bidirectional, rows, state)
-    # `try_get_weight_buf`: on a card the weights lie in one memory, at which an empty tensor is set to look
-    whole = torch.empty(0, dtype=params[0].dtype)
     found = aten._cudnn_rnn.default(input, params, each, whole, hidden, cells, *how)
     return found[:3] if mode == CUDNN_LSTM else found[:2]
+
+
+def _in_one_memory(params: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A memory for all weights in fp16 and their copies in it, each a column and a tensor of its own, as
+    `copy_weights_to_flat_buf_views` makes them.
+    """
+    flat = torch.zeros(sum(each.numel() for each in params), dtype=torch.float16)
+    copies, begun = [], 0
+    for each in params:
+        torch.empty(0, dtype=torch.float16)  # is set to look at its part
+        copies.append(flat[begun : begun + each.numel()].view(-1, 1).data)
+        begun += each.numel()
+    for copy, each in zip(copies, params, strict=True):
+        copy.copy_(each.view(-1, 1))
+    return flat, copies
 
 
 def _area(out: TensorShape, mode: int, hidden: int, projected: int) -> int:

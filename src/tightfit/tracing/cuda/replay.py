@@ -22,8 +22,8 @@ _LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 
 @dataclass(frozen=True)
 class AllocatorReplay:
-    """`levels` are the allocated bytes while each operator of the last step runs. `reserved_bytes` is the peak of the
-    reserved bytes over all steps.
+    """`levels` are the allocated bytes while each operator runs, in the step in which they are most. `reserved_bytes` is
+    the peak of the reserved bytes over all steps.
     """
 
     levels: tuple[int, ...]
@@ -69,20 +69,26 @@ def _played(trace: StepTrace, capacity: int | None, steps: int, *, once: bool, e
     allocator = CachingAllocator(capacity=capacity, expandable=expandable_segments())
     player = _Player(trace, allocator)
     levels: list[int] = []
+    begun_peak = 0
     state = None
     for step in range(steps):
         if emptied:
             allocator.release_cached()
         if step == 0 and trace.first_step is not None and not once and steps > 1:
             begun = _Player(trace.first_step, allocator)
-            begun.step(first=True)
+            begun_peak = max(begun.step(first=True), default=0)
             player.take_over(begun)
         else:
-            levels = player.step(first=step == 0 and not once)
+            # The first step finds other free blocks than later ones. One of which up to 1 MiB is not split off counts as
+            # a whole, so that it may be the first step whose peak is highest.
+            now = player.step(first=step == 0 and not once)
+            levels = list(map(max, levels, now)) if levels else now
         if step + 1 < steps and not emptied:
             before, state = state, player.state()
             if state == before:  # so every later step is as this one
                 break
+    if levels and begun_peak > max(levels):
+        levels[levels.index(max(levels))] = begun_peak
     return AllocatorReplay(tuple(levels), allocator.peak_reserved)
 
 
