@@ -103,6 +103,6 @@ def test_a_plan_stays_within_its_budget(kind, precision):
     clear_cublas_workspaces()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with plan.apply(model):
-        torch.cuda.reset_peak_memory_stats()  # so the first step counts: a GRU's has a block whose rest is not split off
+        torch.cuda.reset_peak_memory_stats()  # the first step too: a block of a GRU stack is not split there
         peak = measured(model, batch, optimizer, precision) - before
     assert plan.peak_bytes * 0.999 <= peak <= plan.budget_bytes

@@ -226,3 +226,38 @@ def test_images_videos_and_sequences_lie_as_a_dry_run_says(name):
         with Compared() as compared:
             call(x).square().sum().backward()
         assert compared.differing == [], layout
+
+
+# Operands by their layouts: an expanded one says nothing about the order in some dimensions.
+OPERANDS = {
+    "contiguous": lambda: torch.ones(3, 8, 6),
+    "transposed": lambda: torch.ones(3, 6, 8).transpose(1, 2),
+    "first last": lambda: torch.ones(6, 8, 3).permute(2, 1, 0),
+    "one number": lambda: torch.ones(()).expand(3, 8, 6),
+    "rows repeated": lambda: torch.ones(3, 8, 1).expand(3, 8, 6),
+    "one row": lambda: torch.ones(6),
+}
+PAIRS = {
+    "add": torch.add, "multiply": torch.mul, "divide": torch.div, "larger": torch.maximum, "compare": torch.gt,
+    "power": torch.pow, "xlogy": torch.xlogy, "logaddexp": torch.logaddexp, "copysign": torch.copysign,
+    "heaviside": lambda a, b: torch.heaviside(a, b.to(a.dtype)), "either": torch.logical_or,
+    "chosen": lambda a, b: torch.where(a > 0, a, b), "interpolated": lambda a, b: torch.lerp(a, b.to(a.dtype), 0.5),
+    "a product added": lambda a, b: torch.addcmul(a, b, b),
+    "filled": lambda a, b: a.masked_fill(b > 0, 1.0),
+    "relu's gradient": lambda a, b: aten.threshold_backward(a, b.to(a.dtype), 0),
+    "silu's gradient": lambda a, b: aten.silu_backward(a, b.to(a.dtype)),
+    "dropout's gradient": lambda a, b: aten.native_dropout_backward(a, b > 0, 2.0),
+    "the gradient of logits": lambda a, b: aten.logit_backward(a, b.to(a.dtype), 1e-3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pointwise_operator_lays_its_result_out_as_its_operands_lie(name):
+    """PyTorch's meta kernels widen 16-bit operands first, which gives an expanded one an order."""
+    wrong = []
+    dtypes = [(a, a) for a in (torch.float32, torch.bfloat16)] + [(torch.bfloat16, torch.float32)]
+    for (first, a), (second, b), kinds in itertools.product(OPERANDS.items(), OPERANDS.items(), dtypes):
+        with Compared() as compared:
+            PAIRS[name](a().to(kinds[0]), b().to(kinds[1]))
+        wrong += [(first, second, kinds, *each) for each in compared.differing]
+    assert not wrong

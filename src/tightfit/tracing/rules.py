@@ -355,16 +355,16 @@ def _as_suggested_on_cpu(operator: Any) -> Callable[..., torch.Tensor]:
     return rule
 
 
-def _glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
-    found = aten.glu_backward.default(grad, x, dim)
-    if simulation.of_cuda or not _is_channels_last(x):
-        return found
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _pixel_unshuffle(x: torch.Tensor, factor: int) -> torch.Tensor:
+    found = aten.pixel_unshuffle.default(x, factor)
+    return found.contiguous() if simulation.of_cuda else found
 
 
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
     of_x, *others = aten.native_batch_norm_backward.default(grad, x, *rest)
-    return (of_x if simulation.of_cuda or of_x is None else _as_suggested(x), *others)
+    in_training = rest[5]  # otherwise a card's kernel lies as the gradient and the input do
+    is_as_told = of_x is None or (simulation.of_cuda and not in_training)
+    return (of_x if is_as_told else _as_suggested(x), *others)
 
 
 def _native_layer_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
@@ -433,6 +433,8 @@ CONTIGUOUS = (
     aten.huber_loss_backward.default,
     aten._log_softmax_backward_data.default,
     aten.rrelu_with_noise.default,
+    aten.rrelu_with_noise_backward.default,
+    aten.glu_backward.default,
     aten.pow.Scalar,
 )
 AS_GRADIENT = (
@@ -474,7 +476,7 @@ def _laid_out(found: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
 
 
 def _layout_of_convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.memory_format:
-    if x.dim() == 3 and not simulation.of_cuda:  # native/Convolution.cpp: `input.contiguous()`, then `view4d`
+    if x.dim() == 3:  # native/Convolution.cpp: `input.contiguous()`, then `view4d`
         x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
     if x.dim() == 5 and not simulation.of_cuda and not _takes_onednn(x, weight, *rest):
         return torch.contiguous_format  # `slow_conv3d` and its like, unlike those of images
@@ -501,7 +503,7 @@ def _convolution_backward(
     found = aten.convolution_backward.default(gradient, x, weight, bias, *rest)
     if not simulation.of_cuda and x.dim() == 5 and not _takes_onednn(x, weight, *rest):
         return *(None if each is None else _meta(each.shape, each.dtype) for each in found[:2]), found[2]
-    if x.dim() == 3 and not simulation.of_cuda:
+    if x.dim() == 3 and not (simulation.of_cuda and torch.float64 in (x.dtype, weight.dtype)):
         layout = _layout_of_convolution(x, weight, *rest)
         return *(None if each is None else _laid_out(each, layout) for each in found[:2]), found[2]
     if installed_release() >= (2, 13) or torch.float64 in (x.dtype, weight.dtype):
@@ -584,7 +586,7 @@ SHAPE_RULES: dict[Any, Callable[..., Any]] = {
         operator: _as_suggested_on_cpu(operator)
         for operator in (aten.max_unpool2d.default, aten.channel_shuffle.default, aten.native_channel_shuffle.default)
     },
-    aten.glu_backward.default: _glu_backward,
+    aten.pixel_unshuffle.default: _pixel_unshuffle,
     aten.native_layer_norm.default: _native_layer_norm,
     aten.native_layer_norm_backward.default: _native_layer_norm_backward,
     **{operator: _contiguous(operator) for operator in CONTIGUOUS},

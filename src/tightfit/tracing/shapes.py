@@ -1,10 +1,12 @@
 """Infers an operator's results: shapes, strides and dtypes from its meta kernel, cached by signature."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._prims_common import compute_elementwise_output_strides
 from torch.utils._pytree import tree_map_only
 
 from tightfit.runtime.internals import meta_kernels_of
@@ -133,8 +135,41 @@ def result_shapes(operator: Any, args: tuple, kwargs: dict, key: Any, is_number:
         except RuntimeError:
             # Some meta kernels require all tensors on one device, zero-dimensional CPU tensors too.
             results = on_meta(operator, args, kwargs, lambda tensor: False)
-        shapes = _remembered[key] = tree_map_only(torch.Tensor, TensorShape.of, results)
+        shapes = tree_map_only(torch.Tensor, TensorShape.of, results)
+        is_pointwise = torch.Tag.pointwise in getattr(operator, "tags", ()) and operator not in SHAPE_RULES
+        if is_pointwise and isinstance(shapes, TensorShape):
+            shapes = _as_iterated(operator, shapes, args)
+        _remembered[key] = shapes
     return shapes
+
+
+aten = torch.ops.aten
+_READS_LAST_FIRST = frozenset({aten.threshold_backward.default})
+_COPIES_ITS_FIRST = frozenset({aten.masked_fill.Scalar, aten.masked_fill.Tensor})  # and fills the copy in place
+_OF_CUDA = frozenset({aten.native_dropout_backward.default})  # lays its result out by its sizes
+
+
+def _as_iterated(operator: Any, result: TensorShape, args: tuple) -> TensorShape:
+    """The result of a pointwise operator, which lies as its operands do (`TensorIterator` in ATen).
+
+    PyTorch's meta kernels of many are references in Python. These make 16-bit operands fp32 first, so that an expanded
+    one no longer says nothing about the order, and some take the operands in another order than the kernels.
+    """
+    operands = [each for each in args if isinstance(each, torch.Tensor)]
+    if len(operands) < 2 or operator in _COPIES_ITS_FIRST or (simulation.of_cuda and operator in _OF_CUDA):
+        return result
+    if operator in _READS_LAST_FIRST:
+        operands.reverse()
+    alike = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in operands]
+    if not simulation.of_cuda:  # a CPU converts operands first, a card as it reads them
+        unconverted = operator is aten.where.self  # what chooses
+        common = functools.reduce(torch.promote_types, [x.dtype for x in alike[unconverted:]])
+        common = common if not result.dtype.is_floating_point or common.is_complex else result.dtype
+        alike[unconverted:] = [
+            x if x.dtype == common else torch.empty_like(x, dtype=common) for x in alike[unconverted:]
+        ]
+    alike = [x.expand(result.shape) for x in alike]
+    return result._replace(stride=tuple(compute_elementwise_output_strides(*alike)))
 
 
 def on_meta(operator: Any, args: tuple, kwargs: dict, is_number: Callable[[torch.Tensor], bool]) -> Any:

@@ -22,8 +22,8 @@ _LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 
 @dataclass(frozen=True)
 class AllocatorReplay:
-    """`levels` are the allocated bytes while each operator runs, in the step in which they are most. `reserved_bytes` is
-    the peak of the reserved bytes over all steps.
+    """`levels` are the allocated bytes while each operator runs, in the step in which they are most. `reserved_bytes`
+    is the peak of the reserved bytes over all steps.
     """
 
     levels: tuple[int, ...]
@@ -79,8 +79,8 @@ def _played(trace: StepTrace, capacity: int | None, steps: int, *, once: bool, e
             begun_peak = max(begun.step(first=True), default=0)
             player.take_over(begun)
         else:
-            # The first step finds other free blocks than later ones. One of which up to 1 MiB is not split off counts as
-            # a whole, so that it may be the first step whose peak is highest.
+            # The first step finds other free blocks than later ones. One of which up to 1 MiB is not split off counts
+            # whole, so that it may be the first step whose peak is highest.
             now = player.step(first=step == 0 and not once)
             levels = list(map(max, levels, now)) if levels else now
         if step + 1 < steps and not emptied:
