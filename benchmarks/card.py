@@ -130,7 +130,6 @@ def examine(step: Step) -> dict[str, Any]:
     from tightfit.devices.known import find
     from tightfit.errors import CannotFit
     from tightfit.levers.micro_batch import as_parts, split_batch
-    from tightfit.levers.tile import TiledForward
     from tightfit.optim.by_name import build_optimizer
     from tightfit.planner.blocks.find import find_blocks
     from tightfit.step import Part, model_loss
@@ -173,7 +172,6 @@ def examine(step: Step) -> dict[str, Any]:
     parts = [Part(part, weight) for part, weight in zip(split_batch(batch, count), weights, strict=True)]
     built = build_optimizer(optimizer, model.parameters())
     levers_on: AbstractContextManager[Any] = nullcontext() if made is None else made.apply(model)
-    TiledForward.tried = True  # there are no numbers that its comparison could read
     with levers_on:
         run = _step(model, parts, built, precision)
         torch.cuda.reset_peak_memory_stats()

@@ -16,12 +16,12 @@ from benchmarks.gpu.cases import MODELS, OPTIMIZERS, Case
 from torch import nn
 
 from tightfit import Plan, TokenBatch, estimate, plan
-from tightfit.devices.machine import NULL_CARD
 from tightfit.devices.spec import DeviceSpec
 from tightfit.levers.micro_batch import as_parts, split_batch
 from tightfit.memory.allocator import measured_peak
 from tightfit.optim.by_name import build_optimizer
 from tightfit.runtime.internals import clear_cublas_workspaces
+from tightfit.runtime.simulation import NULL_CARD
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tightfit.tracing.build import build_dry
 from tightfit.training.loop import resident_tensors

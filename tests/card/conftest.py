@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in ("integrations", "levers", "training"):  # their cases run here too
+for folder in ("integrations", "levers", "ranks", "training"):  # their cases run here too
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 for cases in ("trap_state", "trap_memory", "trap_modules"):
     importlib.import_module(cases)  # registers its blocks

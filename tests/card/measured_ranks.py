@@ -1,8 +1,8 @@
 """Three steps of a decoder on several cards, run by torchrun.
 
-    torchrun --nproc-per-node 2 measured_ranks.py ddp|fsdp2 PRECISION [PLAN]
+    torchrun --nproc-per-node 2 measured_ranks.py ddp|fsdp2|tp|cp PRECISION [PLAN]
 
-Each rank writes a line of JSON with its peaks of the last step.
+Each rank writes a line of JSON with its peaks.
 """
 
 import gc
@@ -17,6 +17,8 @@ from tightfit import Plan
 from tightfit.levers.micro_batch import as_parts
 from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.blocks.find import find_blocks
+from tightfit.ranks.context_parallel import in_context_parallel
+from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.wrapping import in_ddp, in_fsdp2
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tiny import decoder, token_batch
@@ -32,7 +34,10 @@ def wrapped(model, parallel, precision, plan):
     mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
     if plan is not None:
         return plan.shard(model, mesh)
-    return in_fsdp2(model, find_blocks(model), mesh, precision=precision)
+    if parallel == "tp":
+        return in_tensor_parallel(model, mesh)
+    divided = in_fsdp2 if parallel == "fsdp2" else in_context_parallel
+    return divided(model, find_blocks(model), mesh, precision=precision)
 
 
 def main(parallel, precision, *plans):
@@ -42,13 +47,13 @@ def main(parallel, precision, *plans):
     plan = Plan.from_json(plans[0]) if plans else None
     model = wrapped(decoder(**SHAPE).cuda(), parallel, precision, plan)
     batch = {name: tensor.cuda() for name, tensor in token_batch(ROWS, LENGTH).items()}
-    settings = StepSettings(precision if parallel == "ddp" else "fp32")  # FSDP2 casts by itself
+    settings = StepSettings(precision if parallel in ("ddp", "tp") else "fp32")  # FSDP2 casts by itself
     optimizer = build_optimizer("adamw", model.parameters())
     gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         time.sleep(0.3)  # DDP's first buckets live until NCCL's watchdog has looked again
-        torch.cuda.reset_peak_memory_stats()
         forward_backward(model, as_parts([batch], model_loss), model_loss, settings.precision)
         update(model, optimizer, settings)
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

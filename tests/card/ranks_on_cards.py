@@ -13,7 +13,7 @@ TESTS = HERE.parent
 def begun_ranks(ranks, *command, folder, **setting):
     """A command that has ended, whatever its end."""
     outside = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "TIGHTFIT_NULLCARD")}
-    paths = [TESTS.parent / "src", TESTS, TESTS / "integrations", TESTS / "training", HERE]
+    paths = [TESTS.parent / "src", TESTS, TESTS / "integrations", TESTS / "training", TESTS / "ranks", HERE]
     outside |= {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1", **setting}
     words = [sys.executable, "-m", "tightfit.devices.nullcard", "rtx4090", "--count", str(ranks), "--", sys.executable]
     words += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command]

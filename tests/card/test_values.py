@@ -85,6 +85,21 @@ def test_attentions_dropout_is_the_same_in_backward():
     torch.testing.assert_close(grad.sum(-1) / 16, weights.sum(-2))
 
 
+def test_the_flash_kernel_aligns_causal_attention_at_the_end():
+    """Of fewer queries than keys: the last query sees the last key, and the first one all before it."""
+    torch.manual_seed(0)
+    lengths = 5, 8, 8
+    q, k, v = (torch.randn(2, 4, n, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True) for n in lengths)
+    out = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)[0]
+    found = (out, *torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    q, k, v = (each.detach().double().cpu().requires_grad_() for each in (q, k, v))
+    seen = torch.ones(5, 8, dtype=torch.bool).tril(3)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    wanted = (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double().cpu(), other, rtol=0.02, atol=0.02)
+
+
 def test_sizes_that_depend_on_numbers_are_true():
     mask = torch.tensor([0, 1, 1, 0, 1], device="cuda")
     assert mask.nonzero().flatten().tolist() == [1, 2, 4]

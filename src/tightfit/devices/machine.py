@@ -8,7 +8,6 @@ import torch
 
 from tightfit.devices.spec import Kind
 
-NULL_CARD = "TIGHTFIT_NULLCARD"  # set where CUDA's runtime computes nothing (`tightfit.devices.nullcard`)
 FORMAT = 6  # of the figures: increased when the measurements change, or the executor that they measure
 
 

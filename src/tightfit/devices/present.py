@@ -17,12 +17,13 @@ from tightfit.devices.cache import cache_folder
 from tightfit.devices.calibrate import calibrate
 from tightfit.devices.described import Description, changed, of_ones_own, read_description
 from tightfit.devices.known import KnownDevice, closest, find, nearest, others_of
-from tightfit.devices.machine import NULL_CARD, device_name, fingerprint
+from tightfit.devices.machine import device_name, fingerprint
 from tightfit.devices.quiet import is_quiet_now
 from tightfit.devices.room import NoRoom
 from tightfit.devices.rough import rough
 from tightfit.devices.spec import DeviceSpec, Kind
 from tightfit.errors import DeviceError
+from tightfit.runtime.simulation import NULL_CARD
 
 Notice = Callable[[str], None]
 

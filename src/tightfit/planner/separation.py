@@ -28,6 +28,7 @@ from tightfit.levers.samples import mapped, on_device, rows_of, shortened, unlik
 from tightfit.runtime.dropout import without_dropout
 from tightfit.runtime.module_paths import plain_tensors_of
 from tightfit.runtime.outside import outside_training
+from tightfit.runtime.simulation import has_numbers
 from tightfit.step import Batch, Loss, Part
 from tightfit.tracing.outcomes import Generators, OpenNumbers, assumed
 from tightfit.tracing.restore import Contents, random_states, untouched
@@ -110,7 +111,7 @@ def can_be_tried(model: nn.Module, batch: Batch) -> bool:
     batch = as_tensors(batch)
     values = batch.values() if isinstance(batch, Mapping) else batch
     held = (*model.parameters(), *model.buffers(), *(v for v in values if isinstance(v, torch.Tensor)))
-    return not any(has_no_memory(tensor) or is_unbacked(tensor) for tensor in held)
+    return not any(has_no_memory(each) or is_unbacked(each) or not has_numbers(each) for each in held)
 
 
 def trials(model: nn.Module, batch: Batch, loss: Loss) -> Iterator[SampleLosses]:

@@ -23,7 +23,7 @@ from tightfit.ranks.token_probe import tokens_meet
 from tightfit.ranks.world import Sharding
 from tightfit.ranks.wrapping import in_fsdp2
 from tightfit.runtime.module_paths import module_at
-from tightfit.runtime.simulation import simulation
+from tightfit.runtime.simulation import has_numbers
 from tightfit.step import AUTOCAST_DTYPES, Precision
 
 
@@ -93,7 +93,7 @@ class _Reading:
             )
         parts = {name: tree_map(lambda each: shared.part_of(each, self.path), each) for name, each in given.items()}
         parts[place] = hidden
-        if not simulation.is_dry and self.kind not in shared.tried:
+        if has_numbers(hidden) and self.kind not in shared.tried:
             self._try(block, parts, place, len(args))
         return _arguments(parts, len(args))
 

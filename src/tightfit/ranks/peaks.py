@@ -45,6 +45,12 @@ def trace_ranks(
     kinds = [tuple(rows_of(length, world.size, rank) for length in lengths) for rank in range(world.size)]
     if world.sharding.on_host:  # of what ranks differ in, nothing is on the device
         return RankTraces(largest, (largest.peak_bytes,) * world.size)
+    if world.parallel == "cp" and _makes_masks(largest):
+        every = [
+            largest,
+            *(trace(own_copy(model), SimulatedRank(world, rank, blocks, precision)) for rank in range(1, world.size)),
+        ]
+        return RankTraces(max(every, key=lambda each: each.peak_bytes), tuple(each.peak_bytes for each in every))
     peaks = {kinds[0]: largest.peak_bytes}
     if gathers_in_update(largest):
         # Muon multiplies whole matrices, so what a rank allocates is not a matter of its own shards.
@@ -61,6 +67,12 @@ def trace_ranks(
                 own = _Update.of(trace_update(shards_of(model, world, rank)))
                 peaks[kind] = max(before - first.states + own.states, optimizer - first.highest + own.highest)
     return RankTraces(largest, tuple(peaks[kind] for kind in kinds))
+
+
+def _makes_masks(trace: StepTrace) -> bool:
+    """True if attention on cards has masks, as large as the keys that a rank's two pieces see (`causal_in_pieces`)."""
+    is_on_card = trace.reserved_bytes is not None
+    return is_on_card and not any("flash_attention" in o.name for o in trace.operators)
 
 
 def gathers_in_update(trace: StepTrace) -> bool:

@@ -4,12 +4,15 @@ Dry runs write, and everything above them reads. Each thread has its own state: 
 a training in another.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+NULL_CARD = "TIGHTFIT_NULLCARD"  # set where CUDA's runtime computes nothing (`tightfit.devices.nullcard`)
 
 
 class Simulation(threading.local):
@@ -25,6 +28,7 @@ class Simulation(threading.local):
     pinned: bool = False  # whether memory that is made there now is pinned
     repeats: int = 1  # how often the operators that run now run in the real step, one after the other
     state_read: Callable[[Tensor], None] | None = None  # counts a state that was read of a CPU's random generator
+    card_computes: bool = NULL_CARD not in os.environ  # of all threads: set on the class
     link: Any = None  # copies weights and gradients in the place of `optim.link.Link` (`tracing/copies.py`)
 
     @property
@@ -34,6 +38,11 @@ class Simulation(threading.local):
 
 
 simulation = Simulation()
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """False if what operators make of a tensor tells nothing: in a dry run, on a null card without true values."""
+    return not simulation.is_dry and (simulation.card_computes or not tensor.is_cuda)
 
 
 @contextmanager

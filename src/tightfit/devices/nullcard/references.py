@@ -25,14 +25,17 @@ def _drop_mask(shape: tuple[int, ...], dropout: float, seed: int) -> torch.Tenso
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, diagonal: int | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmaxed scores (B, H, Tq, Tk) and the logarithms of their sums (B, H, Tq), of fp32 q and k with equal heads."""
+    """Softmaxed scores (B, H, Tq, Tk) and the logarithms of their sums (B, H, Tq), of fp32 q and k with equal heads.
+
+    Query i sees the keys up to i + `diagonal`, or all.
+    """
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:
         scores = scores + bias.float()
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if diagonal is not None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(diagonal)
         scores = scores.masked_fill(~mask, float("-inf"))
     return scores.softmax(-1).nan_to_num(0.0), scores.logsumexp(-1)
 
@@ -42,10 +45,10 @@ def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _attend(
-    q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float | None, dropout: float, seed: int | None
+    q: Any, k: Any, v: Any, bias: Any, diagonal: int | None, scale: float | None, dropout: float, seed: int | None
 ) -> Any:
     """Attention (B, H, Tq, D) in q's dtype, and the logarithms of the sums."""
-    weights, sums = _weights(q.float(), _repeated(k, q.shape[1]), bias, causal, scale)
+    weights, sums = _weights(q.float(), _repeated(k, q.shape[1]), bias, diagonal, scale)
     if dropout:
         assert seed is not None
         weights = weights * _drop_mask(tuple(weights.shape), dropout, seed)
@@ -53,12 +56,12 @@ def _attend(
 
 
 def _attend_backward(
-    grad: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float | None, dropout: float, seed: int | None
+    grad: Any, q: Any, k: Any, v: Any, bias: Any, diagonal: int | None, scale: Any, dropout: float, seed: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v and of the scores (FlashAttention, arXiv:2205.14135, section B.2)."""
     heads, factor = q.shape[1], q.shape[-1] ** -0.5 if scale is None else scale
     keys, values, query, grad = _repeated(k, heads), _repeated(v, heads), q.float(), grad.float()
-    weights, _ = _weights(query, keys, bias, causal, scale)
+    weights, _ = _weights(query, keys, bias, diagonal, scale)
     kept = _drop_mask(tuple(weights.shape), dropout, seed or 0) if dropout else None
     grad_values = (weights * kept if kept is not None else weights).transpose(-1, -2) @ grad
     grad_weights = grad @ values.transpose(-1, -2)
@@ -106,8 +109,18 @@ def _drawn(results: Any, *places: int) -> int:
     return _seed_of(*(results[place] for place in places))
 
 
-def _forward(seeds: tuple[int, int]) -> Callable[..., Any]:
-    """Of one of CUDA's attention operators: `seeds` are the places of its seed and position among its results."""
+def _diagonal(query: Any, key: Any, is_causal: bool, from_end: bool) -> int | None:
+    return (key.shape[-2] - query.shape[-2] if from_end else 0) if is_causal else None
+
+
+def _forward(seeds: tuple[int, int], from_end: bool = False) -> Callable[..., Any]:
+    """Of one of CUDA's attention operators.
+
+    Args:
+        seeds: the places of its seed and position among its results.
+        from_end: the last query of causal attention sees the last key, as in the flash kernel
+            (`torch.nn.attention.bias.CausalBias`); in the others the first one sees the first.
+    """
 
     def reference(
         results: Any,
@@ -121,36 +134,43 @@ def _forward(seeds: tuple[int, int]) -> Callable[..., Any]:
         **_: Any,
     ) -> Any:
         seed = _drawn(results, *seeds) if dropout_p else None
-        out, sums = _attend(query, key, value, attn_bias, is_causal, scale, dropout_p, seed)
+        diagonal = _diagonal(query, key, is_causal, from_end)
+        out, sums = _attend(query, key, value, attn_bias, diagonal, scale, dropout_p, seed)
         return (out, _fill_sums(results[1], sums), *results[2:])
 
     return reference
 
 
-def _backward(
-    results: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    philox_seed: Any,
-    philox_offset: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: Any,
-    attn_bias: Any = None,
-    grad_out: Any = None,
-    grad_out_: Any = None,
-    **_: Any,
-) -> Any:
-    grad = grad_out if grad_out_ is None else grad_out_
-    seed = _seed_of(philox_seed, philox_offset) if dropout_p else None
-    *grads, scores = _attend_backward(grad, query, key, value, attn_bias, is_causal, scale, dropout_p, seed)
-    if len(results) == 3:
-        return grads
-    of_bias = results[3]
-    if isinstance(of_bias, torch.Tensor) and of_bias.numel():
-        of_bias = scores.sum_to_size(of_bias.shape).to(of_bias.dtype)
-    return (*grads, of_bias)
+def _backward(from_end: bool = False) -> Callable[..., Any]:
+    """Of the backward of one of these operators."""
+
+    def reference(
+        results: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        philox_seed: Any,
+        philox_offset: Any,
+        dropout_p: float,
+        is_causal: bool,
+        scale: Any,
+        attn_bias: Any = None,
+        grad_out: Any = None,
+        grad_out_: Any = None,
+        **_: Any,
+    ) -> Any:
+        grad = grad_out if grad_out_ is None else grad_out_
+        seed = _seed_of(philox_seed, philox_offset) if dropout_p else None
+        diagonal = _diagonal(query, key, is_causal, from_end)
+        *grads, scores = _attend_backward(grad, query, key, value, attn_bias, diagonal, scale, dropout_p, seed)
+        if len(results) == 3:
+            return grads
+        of_bias = results[3]
+        if isinstance(of_bias, torch.Tensor) and of_bias.numel():
+            of_bias = scores.sum_to_size(of_bias.shape).to(of_bias.dtype)
+        return (*grads, of_bias)
+
+    return reference
 
 
 def _rms_norm(results: Any, input: Any, normalized_shape: Any, weight: Any, eps: Any, **_: Any) -> Any:
@@ -335,12 +355,12 @@ REFERENCES: Mapping[str, Reference] = {
     "aten::_cudnn_rnn_backward": _rnn_backward,
     "aten::_cudnn_rnn_flatten_weight": lambda results, **_: results,  # its copies are the runtime's
     "aten::_cudnn_init_dropout_state": lambda results, **_: results,
-    "aten::_scaled_dot_product_flash_attention": _forward(seeds=(6, 7)),
-    "aten::_scaled_dot_product_flash_attention_backward": _backward,
+    "aten::_scaled_dot_product_flash_attention": _forward(seeds=(6, 7), from_end=True),
+    "aten::_scaled_dot_product_flash_attention_backward": _backward(from_end=True),
     "aten::_scaled_dot_product_efficient_attention": _forward(seeds=(2, 3)),
-    "aten::_scaled_dot_product_efficient_attention_backward": _backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _backward(),
     "aten::_scaled_dot_product_cudnn_attention": _forward(seeds=(6, 7)),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _backward(),
     "aten::_fused_rms_norm": _rms_norm,
     "aten::_fused_rms_norm_backward": _rms_norm_backward,
     "aten::_masked_scale": _masked_scale,

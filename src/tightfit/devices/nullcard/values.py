@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tightfit.devices.nullcard.references import REFERENCES, Reference, by_name, mixed
 from tightfit.errors import TightfitError
+from tightfit.runtime.simulation import Simulation
 
 _KEY = torch._C.DispatchKey.BackendSelect  # always there, below dispatch modes, and above CUDA
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -101,12 +102,14 @@ class ComputedValues:
     def open(self) -> None:
         """Give every operator of CUDA's its kernel, and let NCCL's stub carry large messages too."""
         self.runtime.library.card_set_values(1)
+        Simulation.card_computes = True
         self.register()
 
     def close(self) -> None:
         """Take all kernels away. Raises the error of work that ran late."""
         self.runtime.library.card_wait_device()
         self.runtime.library.card_set_values(0)
+        Simulation.card_computes = False
         self.remove()
         self.raise_late()
 

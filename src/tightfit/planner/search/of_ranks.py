@@ -161,14 +161,23 @@ def _searched(search: Search, world: World, default: Search) -> RanksFound:
     """The best candidate of a search, lowered until the largest of all ranks fits."""
     budget = search.budget_bytes
     for _ in range(LOWERINGS):
-        candidate = fastest(search)
+        try:
+            candidate = fastest(search)
+        except CannotFit as error:
+            if search.budget_bytes == budget:
+                raise
+            raise _none_for_all(world, error.least_bytes + budget - search.budget_bytes) from error
         found = search.tracer.ranks(
             world, candidate.combination, candidate.policies, candidate.joined, first=candidate.trace
         )
         over = max(found.peaks) + UNSEEN_BYTES - budget
         if over <= 0:
             return RanksFound(search, candidate, found.peaks, default.plain, budget, world)
-        # The first rank has the largest shards, but an optimizer that orders whole matrices may load another one more.
+        # The first rank has the largest shards, but an optimizer that orders whole matrices may load another one more,
+        # and so may attention with masks of a rank's own tokens.
         search = Search(search.request, search.budget, search.resorts, limit_bytes=search.budget_bytes - over)
-    least = max(found.peaks) + UNSEEN_BYTES
-    raise CannotFit(f"no plan was found with which all {world.size} ranks fit: the largest takes {least} bytes", least)
+    raise _none_for_all(world, max(found.peaks) + UNSEEN_BYTES)
+
+
+def _none_for_all(world: World, least: int) -> CannotFit:
+    return CannotFit(f"no plan was found with which all {world.size} ranks fit: the largest takes {least} bytes", least)
