@@ -29,6 +29,7 @@ from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_distributed
 from tightfit.runtime.dropout import without_dropout
 from tightfit.runtime.outside import outside_training
+from tightfit.runtime.simulation import has_numbers
 from tightfit.step import Batch, Loss, forward_backward, model_loss
 from tightfit.tracing.restore import attributes_of, random_states, untouched
 from tightfit.tracing.twin import has_no_memory
@@ -165,10 +166,14 @@ def verify(model: nn.Module, batch: Batch, plan: Plan, *, loss: Loss | None = No
 
 
 def refuse_without_memory(model: nn.Module) -> None:
-    """Raise `ModelError` for a model on meta or a fake one, which computes nothing to compare."""
+    """Raise `ModelError` for a model on meta, a fake one, or one on a null card, which computes nothing to compare."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if has_no_memory(tensor):
             raise ModelError(f"verify compares numbers, and {name} has none (meta, or fake): load weights first")
+        if not has_numbers(tensor):
+            raise ModelError(
+                f"verify compares numbers, and {name} is on a card that computes none: take tightfit run --values"
+            )
 
 
 def run(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> ChangedValues:

@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
+import tightfit
 from tightfit.devices.nullcard.card import card_of, environment
+from tightfit.errors import ModelError
 
 MIB = 1 << 20
 
@@ -190,3 +192,26 @@ def test_factorisations_fourier_transforms_and_sparse_products_run(name):
     a = torch.randn(4, 32, 32, device="cuda", requires_grad=True)
     LINEAR_ALGEBRA[name](a).sum().backward()
     assert a.grad.shape == a.shape
+
+
+def mlp():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+                                 for _ in range(3)))  # fmt: skip
+
+
+@pytest.mark.keeps("nothing-computed-nothing-compared")
+def test_numbers_that_nobody_computed_are_not_compared():
+    """Neither does a tile try whether it mixes tokens, nor does `verify` find that all is equal."""
+    model, batch = mlp().cuda(), (torch.randn(4, 64, 8, device="cuda"),)
+
+    def loss(model, batch):
+        return model(*batch).square().mean()
+
+    plan = tightfit.plan(model, batch, "1x", loss=loss, device="cuda")
+    with pytest.raises(ModelError, match="a card that computes none: take tightfit run --values"):
+        tightfit.verify(model, batch, plan, loss=loss)
+    with torch.no_grad():
+        model[0][0].weight.fill_(torch.nan)  # what lies in memory is anything
+    tightfit.tile(model, "0", tokens=16)
+    loss(model, batch).backward()
