@@ -3,7 +3,8 @@
 Ranks that hold equal shards have equal steps. Rank 0 has the largest shards, and its whole step is simulated. The
 others run the same operators in forward and backward, on buffers of the same sizes, because FSDP2 pads what it gathers
 and reduces. They differ in the optimizer's states and in what the optimizer's step allocates: only that is simulated
-for them.
+for them. Context parallel whose attention makes masks on a card is the exception: each rank's step is simulated, since
+a mask is as long as the keys that the rank's tokens see.
 """
 
 from collections.abc import Callable, Sequence

@@ -153,7 +153,8 @@ def _as_iterated(operator: Any, result: TensorShape, args: tuple) -> TensorShape
     """The result of a pointwise operator, which lies as its operands do (`TensorIterator` in ATen).
 
     PyTorch's meta kernels of many are references in Python. These make 16-bit operands fp32 first, so that an expanded
-    one no longer says nothing about the order, and some take the operands in another order than the kernels.
+    one, which should leave the order to the others, gets an order of its own. Some take the operands in another order
+    than the kernels.
     """
     operands = [each for each in args if isinstance(each, torch.Tensor)]
     if len(operands) < 2 or operator in _COPIES_ITS_FIRST or (simulation.of_cuda and operator in _OF_CUDA):

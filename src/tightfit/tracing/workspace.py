@@ -267,7 +267,7 @@ def cpu_workspace(
         return sum(composite_scratch(name, inputs, outputs, arguments))
     if name in _OF_RANKS:  # gloo gathers into a copy of the result, and reduces in a copy of what is given
         return max(shape.bytes for shape in (*inputs, *outputs))
-    if name == "aten.repeat.default":  # measured: something of 32 bytes for each dimension, whatever its size
+    if name == "aten.repeat.default":  # measured: 32 bytes for each dimension, whatever its size
         return 32 * len(outputs[0].shape)
     if name == _GEMM_4BIT:
         return _cpu_gemm_4bit(inputs[0], outputs[0])
