@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import math
 import random
 import sys
 import time
@@ -189,7 +190,9 @@ def faults(seed: int, allocator_peak: Callable[..., int], outcomes: Counter[str]
             outcomes[f"{levers}: plans to the byte"] += 1
         report = verify(model, batch, made, loss=loss)
         outcomes[f"{levers}: verified"] += report.ok
-        if not report.ok:
+        if not report.ok and report.worst is None and math.isnan(report.plain_error or 0.0):
+            outcomes[f"{levers}: not finite, as in the plain run"] += 1
+        elif not report.ok:
             yield f"{levers}: {report}"
 
 

@@ -156,15 +156,36 @@ def dropping(x):
 
 @pytest.mark.keeps("levers-exact-rounding-gradients")
 def test_rounding_is_granted_more_where_few_numbers_are_compared():
-    granted, counts = [], []
+    granted = []
     for hidden in (8, 64):
         model, batch = decoder(hidden_size=hidden), token_batch()
         report = verify(model, batch, plan(model, batch, "0.98x", levers=["chunked_loss"], device=round_device()))
-        gradients = torch.autograd.grad(model(**batch).loss, tuple(model.parameters()))
-        counts.append(sum(int(gradient.count_nonzero()) for gradient in gradients))
         granted.append(report.spread - verification.ROUNDING_SPREAD)
     assert granted[0] > granted[1] > 0
-    assert granted[0] / granted[1] == pytest.approx((counts[1] / counts[0]) ** 0.5)
+
+
+def test_gradients_that_are_not_finite_are_said_to_be(monkeypatch):
+    model, batch = decoder(), token_batch()
+    made = plan(model, batch, "0.98x", levers=["chunked_loss"], device=round_device())
+    monkeypatch.setattr(verification, "rounding_errors", lambda *_: (float("nan"), float("nan")))
+    report = verify(model, batch, made)
+    assert not report.ok
+    assert "the plain run's gradients are not finite" in str(report)
+
+
+def test_few_are_those_numbers_that_make_up_the_norm():
+    model, batch = decoder(), token_batch()
+    made = plan(model, batch, "0.98x", levers=["chunked_loss"], device=round_device())
+
+    def granted(gradient):
+        changed = verification.ChangedValues({"loss": torch.ones(()), "gradient of x": gradient}, {})
+        return verification.rounding_spread(changed, made) - verification.ROUNDING_SPREAD
+
+    alike, one = torch.ones(10_000), torch.full((10_000,), 1e-6)
+    one[17] = 5.0
+    assert granted(alike) == pytest.approx(verification.FEW_NUMBERS / 100)
+    assert granted(one) == pytest.approx(verification.FEW_NUMBERS)
+    assert granted(torch.zeros(4)) == pytest.approx(verification.FEW_NUMBERS)
 
 
 DROPPED_BY_FUNCTIONS = {

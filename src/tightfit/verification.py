@@ -79,6 +79,8 @@ class Verification:
         equal = f"bit-equal: loss and {self.compared} tensors (gradients, buffers, random states)"
         if self.planned_error is None:
             return equal
+        if math.isnan(self.plain_error or 0.0):
+            return f"not verified: the plain run's gradients are not finite, and no error tells them apart; {equal}"
         errors = f"error of the gradients against fp64 {self.planned_error:.3e}"
         limit = f"{self.spread - 1:.0%} above the plain run's {self.plain_error:.3e}"
         if self.bound:
@@ -227,11 +229,14 @@ def find_lever(model: nn.Module, batch: Batch, loss: Loss, plan: Plan, plain: Ch
 
 def rounding_spread(plain: ChangedValues, plan: Plan) -> float:
     """The factor by which the error against fp64 may change: the largest spread of the plan's levers, and more where
-    few numbers are compared.
+    few numbers make up the gradients' norm.
     """
     spread = max((lever.spread for lever in plan.levers), default=ROUNDING_SPREAD)
-    compared = sum(int(t.count_nonzero()) for name, t in plain.tensors.items() if name.startswith("gradient"))
-    return spread + FEW_NUMBERS / math.sqrt(max(compared, 1))
+    # The participation ratio: the count of all numbers where they are alike, and one where a single one is the norm,
+    # whose error in the plain run may happen to be next to nothing.
+    gradients = [_dense(t).double() for name, t in plain.tensors.items() if name.startswith("gradient")]
+    squares, fourths = (sum(float(t.pow(power).sum()) for t in gradients) for power in (2, 4))
+    return spread + FEW_NUMBERS / math.sqrt(max(squares**2 / fourths, 1.0) if fourths else 1.0)
 
 
 def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Memory that CPU operators allocate below the dispatcher is counted: the peaks of steps are those of the allocator."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -7,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from round_device import round_device
 from tightfit.memory.allocator import cpu_rise, measured_peak, storage_bytes
 from tightfit.planner.any_code.traced import trace
 from tightfit.planner.api import estimate
 from tightfit.runtime.operators import traits_of
-from tightfit.tracing.cpu_temporaries import is_measured, measured_scratch
+from tightfit.tracing.cpu_measured import is_measured, measured_scratch
 from tightfit.tracing.rules import RESIZED_IN_PLACE
 from tightfit.tracing.shapes import TensorShape
 from tightfit.tracing.workspace import cpu_workspace
@@ -211,7 +212,7 @@ class Compared(TorchDispatchMode):
         made = [each for each in tree_leaves(results) if isinstance(each, torch.Tensor)]
         taken = rise - storage_bytes([each for each in made if each.untyped_storage().data_ptr() not in given])
         constants = tuple(each for each in args if not isinstance(each, torch.Tensor))
-        if is_measured(traits.name, inputs, constants):
+        if is_measured(func, inputs, constants):
             predicted = measured_scratch(func, args, kwargs, [TensorShape.of(each) for each in made]) or 0
         else:
             predicted = int(cpu_workspace(traits.name, shapes, [TensorShape.of(each) for each in made], constants))
@@ -225,7 +226,30 @@ BY_NUMBERS = {"masked_select", "masked_scatter", "_unique2", "_unique", "unique_
 BY_NUMBERS |= {"multinomial", "linalg_matrix_exp", "isin", "lu_unpack"}
 
 
-@pytest.mark.slow  # 90 s each: 9,000 calls of 579 operators
+def _turned(x):
+    return x.movedim(0, -1).contiguous().movedim(-1, 0) if x.dim() > 1 else x
+
+
+LAYOUTS = [lambda x: x, _turned, lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]] if x.dim() else x]
+
+
+def _both_ways(mode, function, layout, sample):
+    """A sample in another layout, forward and backward: of a sum, whose gradient is expanded, and of ones."""
+
+    def laid(value):
+        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return layout(value.detach()).requires_grad_(value.requires_grad) if is_plain else value
+
+    given, args, kwargs = tree_map(laid, (sample.input, sample.args, sample.kwargs))
+    with mode:
+        found = function(given, *args, **kwargs)
+        floating = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if floating:
+            torch.autograd.backward([each.sum() for each in floating], retain_graph=True)
+            torch.autograd.backward(floating, [torch.ones_like(each) for each in floating])
+
+
+@pytest.mark.slow  # minutes each: thousands of calls of 579 operators, in three layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_prediction(dtype):
     from torch.testing._internal.common_methods_invocations import op_db  # needs expecttest
@@ -238,15 +262,10 @@ def test_the_scratch_memory_of_pytorchs_own_samples_is_never_above_the_predictio
             continue
         samples = info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)
         for sample in itertools.islice(samples, 6):
-            try:
-                with mode:
-                    found = info.op(sample.input, *sample.args, **sample.kwargs)
-                    floating = [t for t in tree_leaves(found) if isinstance(t, torch.Tensor) and t.requires_grad]
-                    if floating:
-                        torch.autograd.backward([each.sum() for each in floating])
-            except Exception:
-                continue
-    assert len(mode.seen) > 4000
+            for layout in LAYOUTS:
+                with contextlib.suppress(Exception):
+                    _both_ways(mode, info.op, layout, sample)
+    assert len(mode.seen) > 10_000
     others = {name: found for name, found in mode.others.items() if name.split(".")[1] not in BY_NUMBERS}
     assert not {name: (found[0], len(found)) for name, found in others.items()}
 
@@ -259,13 +278,21 @@ def _masked(x, weight):
     return x.masked_scatter(torch.arange(x.numel()).view(x.shape) % 3 == 0, x * 2)
 
 
+def _layer_norm(x, weight):
+    return F.layer_norm(x, x.shape[-1:], weight[: x.shape[-1]], weight[: x.shape[-1]])
+
+
+def _softmax_turned(x, weight):
+    return x.transpose(0, 1).log_softmax(-1).softmax(-1)
+
+
 def _bag(x, weight):
     rows = torch.arange(16) % 8
     return F.embedding_bag(rows, weight.expand(8, 16).contiguous(), torch.arange(0, 16, 2), None, mode="sum",
                            per_sample_weights=x.flatten()[:16])  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [_batch_norm, _masked, _bag])
+@pytest.mark.parametrize("function", [_batch_norm, _layer_norm, _softmax_turned, _masked, _bag])
 @pytest.mark.parametrize("shape", [(8, 16), (4, 16, 6), (2, 16, 4, 4)], ids=str)
 def test_backward_of_a_contiguous_gradient_takes_what_is_predicted(function, shape):
     # A gradient of a sum, which PyTorch's own samples have, is expanded, and some operators take less for it.

@@ -17,7 +17,7 @@ from tightfit.levers.activity import activity
 from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, chooses, tensors_among, written_arguments
 from tightfit.runtime.simulation import simulation
-from tightfit.tracing.cpu_temporaries import BY_NORM, is_measured, measured_scratch
+from tightfit.tracing.cpu_measured import BY_NORM, is_measured, measured_scratch
 from tightfit.tracing.ledger import Cell, Ledger
 from tightfit.tracing.modules import ModuleTracker
 from tightfit.tracing.questions import Questions
@@ -227,7 +227,7 @@ class Recording(TorchDispatchMode):
         key: Any,
     ) -> int:
         """Bytes that a call allocates and frees before it returns."""
-        if self.workspace is not cpu_workspace or not is_measured(name, inputs, call.constants):
+        if self.workspace is not cpu_workspace or not is_measured(call.operator, inputs, call.constants):
             return self.workspace(name, shapes, outputs, call.constants)
         if key not in _measured:
             _measured[key] = measured_scratch(*call, outputs)

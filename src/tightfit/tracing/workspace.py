@@ -15,6 +15,7 @@ from tightfit.tracing.cpu_temporaries import (
     BUFFERED_IN_16_BITS,
     COMPOSITES,
     GROUP_NORM_BACKWARD,
+    LAYER_NORM_BACKWARD,
     PROMOTING,
     REDUCED_LOSSES,
     SUMS,
@@ -23,6 +24,7 @@ from tightfit.tracing.cpu_temporaries import (
     composite_scratch,
     converted_operands,
     converted_sum,
+    layer_norm_sums,
     unreduced_loss,
 )
 from tightfit.tracing.shapes import TensorShape
@@ -271,5 +273,15 @@ def cpu_workspace(
         return 32 * len(outputs[0].shape)
     if name == _GEMM_4BIT:
         return _cpu_gemm_4bit(inputs[0], outputs[0])
+    if name == LAYER_NORM_BACKWARD:
+        return layer_norm_sums(inputs, outputs, threads_of_steps())
     formula = _CPU.get(name)
     return 0 if formula is None or math.prod(inputs[0].shape) == 0 else formula(inputs)
+
+
+_FORMULAS = PROMOTING | REDUCED_LOSSES | COMPOSITES | frozenset(_CPU) | {*_RECURRENT, "aten.repeat.default"}
+
+
+def has_formula(name: str) -> bool:
+    """True if `cpu_workspace` knows what an operator takes, whatever its operands are."""
+    return name in _FORMULAS
