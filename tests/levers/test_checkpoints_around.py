@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tightfit
 from exactness import assert_bit_equal, run
 from tightfit.errors import CannotFit, RecomputeError
+from tightfit.levers.recompute.region import buffer_versions, changed
 from tightfit.verification import verify
 
 LEVERS = {
@@ -111,3 +112,14 @@ def test_a_plan_recomputes_blocks_without_such_buffers():
     planned = tightfit.plan(model, BATCH, "0.9x", loss=loss, levers=("recompute",))
     assert any(choice.action != "keep" for choice in planned.choices)
     assert verify(model, BATCH, planned, loss=loss).ok
+
+
+def test_a_new_buffer_is_told_from_an_old_one_at_its_address():
+    module = Counted(4)
+    before, address = buffer_versions(module), id(module.average)
+    for _ in range(100):
+        module.average = None  # which gives its address to the next tensor
+        module.average = torch.zeros(())
+        if id(module.average) == address:
+            break
+    assert changed(before, buffer_versions(module)) == "average"

@@ -81,7 +81,18 @@ class Wide(nn.Module):
         return self.product(x.transpose(0, 1), self.layer.weight, self.layer.bias)[..., :4].square().sum()
 
 
-@pytest.mark.parametrize("product", [nn.functional.linear, lambda x, weight, bias: x @ weight.T + bias])
+def called(function, *operands):
+    return function(*operands)  # the same instruction for a product and for the sum after it, of two calls
+
+
+PRODUCTS = {
+    "linear": nn.functional.linear,
+    "operators": lambda x, weight, bias: x @ weight.T + bias,
+    "operators by one function": lambda x, weight, bias: called(torch.add, called(torch.matmul, x, weight.T), bias),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 def test_a_bias_is_added_in_place_by_linear_and_not_by_what_is_written_like_it(product):
     model, batch = Wide(product), {"x": torch.randn(WIDTH, WIDTH, WIDTH)}
     assert estimate(model, batch).peak_bytes == allocator_peak(model, batch)

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +103,8 @@ class Recording(TorchDispatchMode):
         self._costs: dict[Any, tuple[float, int]] = {}
         self._chooses: dict[Any, bool] = {}  # whether a call's results are indices
         self._sum: tuple[int, int] | None = None  # the last sum in place: its left operand's storage, its time
-        self._product: tuple[int, int, Any] | None = None  # the last product: its storage, its time, its caller
+        self._product: tuple[int, Any] | None = None  # the last operator, if it is a product: its storage, its caller
+        self._continued: int | None = None  # its storage, while an operator runs that the same call asked for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,6 +135,9 @@ class Recording(TorchDispatchMode):
         return out
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> int:
+        product, self._product = self._product, None
+        self._continued = product[0] if product and product[1] and product[1] == _caller() else None
+        del product  # and with it the frame, whose tensors may end with it
         self.settle_sum()
         index = self.ledger.now = len(self.operators)
         self.starts.append(self.ledger.live_bytes)
@@ -244,29 +249,21 @@ class Recording(TorchDispatchMode):
 
     def note_sum(self, traits: Traits, inputs: Sequence[torch.Tensor], out: Any) -> None:
         if traits.name in PRODUCTS:
-            self._product = (self.see(out).index, self.ledger.now, _calling_code())
+            self._product = self.see(out).index, _caller()
             return
         is_sum = traits.name in ADDED_IN_PLACE and (
             (inside.operator and inside.adds_in_place)
             or (self.phase is Phase.BACKWARD and _called_by_engine())
-            or self._completes_product(inputs[0])
+            # `linear` (native/Linear.cpp) and plain attention (native/transformers/attention.cpp) add to a product in
+            # place, unless a dispatch mode is active.
+            or self._continued == self.see(inputs[0]).index
         )
         if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)
 
-    def _completes_product(self, left: torch.Tensor) -> bool:
-        """True if a sum adds to the product before it within the same call.
-
-        `linear` (native/Linear.cpp) and plain attention (native/transformers/attention.cpp) do, in place unless a
-        dispatch mode is active.
-        """
-        if self._product is None or self._product[1] != self.ledger.now - 1:
-            return False
-        storage, _, code = self._product
-        return code is not None and self.see(left).index == storage and _calling_code() == code
-
     def settle_sum(self) -> None:
         """Count the last sum in place if its left operand was freed right after it, as the real step would run it."""
+        self._product = None
         if self._sum is None:
             return
         left, when = self._sum
@@ -283,20 +280,21 @@ def answers_itself(kind: type) -> bool:
     return kind.__torch_dispatch__ is not no_torch_dispatch
 
 
-def _calling_code() -> tuple[int, int] | None:
+def _caller() -> tuple[FrameType, int] | None:
     """The frame and the instruction of the Python code that called the operator; None if another dispatch mode did."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != "__torch_dispatch__":
-        assert frame.f_back is not None, "only a mode asks"
+    # The frame itself: one that ended gives its address to the next one, which may be of the same code (a loop that
+    # calls operators).
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
         frame = frame.f_back
-    caller = outer = frame.f_back
+    caller = outer = None if frame is None else frame.f_back
     for _ in range(MODE_DEPTH):
         if outer is None:
             break
         if outer.f_code.co_name == "__torch_dispatch__":
             return None
         outer = outer.f_back
-    return None if caller is None else (id(caller), caller.f_lasti)
+    return None if caller is None else (caller, caller.f_lasti)
 
 
 def _called_by_engine() -> bool:

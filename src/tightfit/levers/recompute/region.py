@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from tightfit.errors import RecomputeError
 from tightfit.levers.activity import activity
@@ -120,9 +120,9 @@ class FrugalForward:
         if not checkpoint_is_around():
             yield
             return
-        before = _buffers_of(self.module)
+        before = buffer_versions(self.module)
         yield
-        after = _buffers_of(self.module)
+        after = buffer_versions(self.module)
         moved = [name for name in before if after.get(name) != before[name]]
         if moved:
             raise RecomputeError(
@@ -136,11 +136,6 @@ class FrugalForward:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _module=weakref.ref(state["_module"]))
-
-
-def _buffers_of(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """For each buffer of a module, which tensor it is and how often it was written."""
-    return {n: (id(b), 0 if b.is_inference() else b._version) for n, b in module.named_buffers()}
 
 
 def forwards_on(model: nn.Module) -> list[FrugalForward]:
@@ -312,7 +307,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def buffer_versions(block: nn.Module) -> dict[str, tuple[int, int]]:
     """Identity and version counter of each buffer: a write in place or a new tensor changes one of them."""
-    return {name: (id(buffer), buffer._version) for name, buffer in block.named_buffers()}
+    return {n: (_number_of(b), 0 if b.is_inference() else b._version) for n, b in block.named_buffers()}
 
 
 def attributes_with_tensors(block: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -321,8 +316,16 @@ def attributes_with_tensors(block: nn.Module) -> dict[str, tuple[int, ...]]:
     for path, module in block.named_modules():
         for name, tensors in plain_tensors_of(module):
             if tensors:
-                found[f"{path}.{name}".lstrip(".")] = tuple(id(t) for t in tensors)
+                found[f"{path}.{name}".lstrip(".")] = tuple(map(_number_of, tensors))
     return found
+
+
+_numbers_of_tensors: Any = WeakTensorKeyDictionary()
+
+
+def _number_of(tensor: torch.Tensor) -> int:
+    """A number that no other tensor had or will have: an `id` passes to another tensor when its own has gone."""
+    return _numbers_of_tensors.setdefault(tensor, next(_numbers))
 
 
 def enter(inputs: Any, scope: RecordingScope, offload_store: OffloadStore) -> None:
