@@ -305,6 +305,20 @@ def test_backward_of_a_contiguous_gradient_takes_what_is_predicted(function, sha
     assert not mode.others
 
 
+@pytest.mark.parametrize("norm", [F.group_norm, F.batch_norm])
+def test_a_norm_of_images_whose_channels_lie_last_takes_what_is_predicted(norm):
+    x = torch.randn(4, 64, 12, 12).contiguous(memory_format=torch.channels_last).requires_grad_()
+    given = (None, None) if norm is F.batch_norm else (4,)
+    trained = {"training": True} if norm is F.batch_norm else {}
+    mode = Compared()
+    with mode:
+        norm(
+            x, *given, torch.ones(64, requires_grad=True), torch.ones(64, requires_grad=True), **trained
+        ).sum().backward()
+    assert mode.seen
+    assert not mode.others
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", [1e-3, 1.0, 20.0])
 @pytest.mark.parametrize("count", [1, 3])

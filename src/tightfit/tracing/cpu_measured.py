@@ -36,13 +36,13 @@ dot elu_backward empty_like equal expand_copy exponential fill flip floor_divide
 grid_sampler_2d grid_sampler_3d grid_sampler_3d_backward hardshrink_backward hardsigmoid_backward hardswish
 hardswish_backward hardtanh_backward hash_tensor histogram huber_loss_backward index_copy index_fill
 leaky_relu_backward lift_fresh linalg_cholesky_ex linalg_cross linalg_lu_factor_ex linspace log_normal
-log_sigmoid_backward logcumsumexp logspace masked_fill mish_backward mode mse_loss_backward nansum native_group_norm
-new_empty new_empty_strided new_full new_ones new_zeros nll_loss_backward nll_loss_forward nonzero nonzero_static norm
-ones_like permute_copy polar put rand_like randint_like randn_like resize resize_as rot90 rrelu_with_noise_backward
-rsub searchsorted segment_reduce select_backward select_scatter set slice_backward slice_scatter
-smooth_l1_loss_backward softplus_backward softshrink_backward split_with_sizes_copy squeeze_copy stack std std_mean
-t_copy take topk trace transpose_copy triangular_solve unbind_copy unfold_copy uniform unique_consecutive
-unsqueeze_copy var var_mean vdot view_copy zero zeros_like
+log_sigmoid_backward logcumsumexp logspace masked_fill mish_backward mode mse_loss_backward nansum new_empty
+new_empty_strided new_full new_ones new_zeros nll_loss_backward nll_loss_forward nonzero nonzero_static norm ones_like
+permute_copy polar put rand_like randint_like randn_like resize resize_as rot90 rrelu_with_noise_backward rsub
+searchsorted segment_reduce select_backward select_scatter set slice_backward slice_scatter smooth_l1_loss_backward
+softplus_backward softshrink_backward split_with_sizes_copy squeeze_copy stack std std_mean t_copy take topk trace
+transpose_copy triangular_solve unbind_copy unfold_copy uniform unique_consecutive unsqueeze_copy var var_mean vdot
+view_copy zero zeros_like
 """
 _FREE = frozenset(_NAMES.split())
 _OF_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")  # of an optimizer: one at a time
@@ -56,11 +56,11 @@ embedding_dense_backward fractional_max_pool2d fractional_max_pool2d_backward fr
 fractional_max_pool3d_backward gelu_backward grid_sampler_2d_backward index.Tensor index_put index_put_ index_select
 linalg_ldl_solve linalg_solve_triangular log_sigmoid_forward lu_unpack masked_scatter max max_pool2d_with_indices
 max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward max.dim min min.dim mv
-narrow_copy native_batch_norm native_group_norm_backward native_layer_norm native_layer_norm_backward pixel_shuffle
-pixel_unshuffle reflection_pad1d reflection_pad1d_backward reflection_pad2d replication_pad1d
-replication_pad1d_backward replication_pad2d replication_pad2d_backward scatter.value scatter_add tril tril_ triu
-triu_ unfold_backward upsample_bicubic2d_backward upsample_bilinear2d_backward upsample_linear1d_backward
-upsample_nearest1d_backward upsample_nearest2d_backward upsample_trilinear3d_backward
+narrow_copy native_batch_norm native_group_norm native_group_norm_backward native_layer_norm
+native_layer_norm_backward pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad1d_backward reflection_pad2d
+replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d_backward scatter.value scatter_add
+tril tril_ triu triu_ unfold_backward upsample_bicubic2d_backward upsample_bilinear2d_backward
+upsample_linear1d_backward upsample_nearest1d_backward upsample_nearest2d_backward upsample_trilinear3d_backward
 """)
 # pointwise operators that are made of others
 _POINTWISE_MEASURED = _overloads("clamp.Tensor exp2 isinf ldexp.Tensor mvlgamma native_dropout_backward")
