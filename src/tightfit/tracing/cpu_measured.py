@@ -28,21 +28,21 @@ def _overloads(names: str) -> frozenset[str]:
 # operands are, and those of `_COPYING` none unless an operand is not contiguous. All others run once for each shape, on
 # zeros: so does an operator that nobody looked at. Both lists are what PyTorch's own samples showed in four layouts.
 _NAMES = """
-_adaptive_avg_pool3d _assert_async _histogramdd_bin_edges _linalg_check_errors _local_scalar_dense _pdist_backward
-_pdist_forward _prelu_kernel _prelu_kernel_backward _to_copy adaptive_max_pool3d addmm addr alias_copy all amax amin
-any as_strided_copy as_strided_scatter bernoulli block_diag bucketize cat cauchy cholesky cholesky_inverse clone
-col2im complex constant_pad_nd copy cummax cummin detach diag_embed diagonal_backward diagonal_copy diagonal_scatter
-dot elu_backward empty_like equal expand_copy exponential fill flip floor_divide full_like geometric glu glu_backward
-grid_sampler_2d grid_sampler_3d grid_sampler_3d_backward hardshrink_backward hardsigmoid_backward hardswish
-hardswish_backward hardtanh_backward hash_tensor histogram huber_loss_backward index_copy index_fill
-leaky_relu_backward lift_fresh linalg_cholesky_ex linalg_cross linalg_lu_factor_ex linspace log_normal
-log_sigmoid_backward logcumsumexp logspace masked_fill mish_backward mode mse_loss_backward nansum new_empty
-new_empty_strided new_full new_ones new_zeros nll_loss_backward nll_loss_forward nonzero nonzero_static norm ones_like
-permute_copy polar put rand_like randint_like randn_like resize resize_as rot90 rrelu_with_noise_backward rsub
-searchsorted segment_reduce select_backward select_scatter set slice_backward slice_scatter smooth_l1_loss_backward
-softplus_backward softshrink_backward split_with_sizes_copy squeeze_copy stack std std_mean t_copy take topk trace
-transpose_copy triangular_solve unbind_copy unfold_copy uniform unique_consecutive unsqueeze_copy var var_mean vdot
-view_copy zero zeros_like
+_adaptive_avg_pool3d _assert_async _grouped_mm _histogramdd_bin_edges _linalg_check_errors _local_scalar_dense
+_pdist_backward _pdist_forward _prelu_kernel _prelu_kernel_backward _to_copy adaptive_max_pool3d addmm addr alias_copy
+all amax amin any as_strided_copy as_strided_scatter bernoulli block_diag bucketize cat cauchy cholesky
+cholesky_inverse clone col2im complex constant_pad_nd copy cummax cummin detach diag_embed diagonal_backward
+diagonal_copy diagonal_scatter dot elu_backward empty_like equal expand_copy exponential fill flip floor_divide
+full_like geometric glu glu_backward grid_sampler_2d grid_sampler_3d grid_sampler_3d_backward hardshrink_backward
+hardsigmoid_backward hardswish hardswish_backward hardtanh_backward hash_tensor histogram huber_loss_backward
+index_copy index_fill leaky_relu_backward lift_fresh linalg_cholesky_ex linalg_cross linalg_lu_factor_ex linspace
+log_normal log_sigmoid_backward logcumsumexp logspace masked_fill mish_backward mode mse_loss_backward nansum
+new_empty new_empty_strided new_full new_ones new_zeros nll_loss_backward nll_loss_forward nonzero nonzero_static norm
+ones_like permute_copy polar put rand_like randint_like randn_like resize resize_as rot90 rrelu_with_noise_backward
+rsub searchsorted segment_reduce select_backward select_scatter set slice_backward slice_scatter
+smooth_l1_loss_backward softplus_backward softshrink_backward split_with_sizes_copy squeeze_copy stack std std_mean
+t_copy take topk trace transpose_copy triangular_solve unbind_copy unfold_copy uniform unique_consecutive
+unsqueeze_copy var var_mean vdot view_copy zero zeros_like
 """
 _FREE = frozenset(_NAMES.split())
 _OF_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_")  # of an optimizer: one at a time
