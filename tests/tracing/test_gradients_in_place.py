@@ -39,6 +39,14 @@ FORMULAS = {
     "cumsum": lambda x, index: wide(x).cumsum(1)[:, :WIDTH],
     "sum of three uses": lambda x, index: (wide(x).sin() + wide(x).cos() * wide(x))[:, :WIDTH],
     "sum of views": lambda x, index: sum(wide(x).view(ROWS, 8, WIDTH)[:, i].sin() for i in range(8)),
+    # A node's own sum is out of place. The sum of gradients that a node gives twice to one place is autograd's.
+    "var_mean": lambda x, index: sum(each.sum() for each in torch.var_mean(wide(x), -1)) * x,
+    "std_mean": lambda x, index: sum(each.sum() for each in torch.std_mean(wide(x), -1)) * x,
+    "pinv": lambda x, index: torch.linalg.pinv(wide(x)[:96])[:1, :1] * x,
+    "square by a product": lambda x, index: (lambda y: (y * y)[:, :WIDTH])(wide(x)),
+    "attention of one tensor": lambda x, index: (lambda y: nn.functional.scaled_dot_product_attention(y, y, y))(
+        x.view(8, 8, 8, WIDTH)
+    ).reshape(ROWS, WIDTH),
     "median": lambda x, index: wide(x).view(ROWS, WIDTH, 8).median(-1).values,
     "amax": lambda x, index: wide(x).view(ROWS, WIDTH, 8).amax(-1),
     "mean squared error": lambda x, index: (wide(x) * nn.functional.mse_loss(wide(x), wide(x).detach()))[:, :WIDTH],

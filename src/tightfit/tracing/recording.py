@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.devices.clocks import Clocks, Seconds, clocks_of
 from tightfit.levers.activity import activity
-from tightfit.runtime.internals import ENGINE_CODE, is_dense, no_torch_dispatch
+from tightfit.runtime.internals import ENGINE_CODE, current_node, is_dense, no_torch_dispatch
 from tightfit.runtime.operators import Traits, chooses, tensors_among, written_arguments
 from tightfit.runtime.simulation import simulation
 from tightfit.tracing.cpu_measured import BY_NORM, is_measured, measured_scratch
@@ -104,6 +104,7 @@ class Recording(TorchDispatchMode):
         self._chooses: dict[Any, bool] = {}  # whether a call's results are indices
         self._sum: tuple[int, int] | None = None  # the last sum in place: its left operand's storage, its time
         self._product: tuple[int, Any] | None = None  # the last operator, if it is a product: its storage, its caller
+        self._nodes: dict[int, int] = {}  # the node of the graph, by its number, in which each operator of backward ran
         self._continued: int | None = None  # its storage, while an operator runs that the same call asked for
 
     @classmethod
@@ -119,7 +120,7 @@ class Recording(TorchDispatchMode):
     def begin_again(self) -> None:
         """Forget the operators so far and start to record here."""
         self.settle_sum()
-        for recorded in (self.operators, self.levels, self.starts):
+        for recorded in (self.operators, self.levels, self.starts, self._nodes):
             recorded.clear()
         self.ledger.begin_again()
         self.modules.begin_again()
@@ -141,6 +142,8 @@ class Recording(TorchDispatchMode):
         self.settle_sum()
         index = self.ledger.now = len(self.operators)
         self.starts.append(self.ledger.live_bytes)
+        if self.phase is Phase.BACKWARD and (node := current_node()) is not None:
+            self._nodes[index] = node._sequence_nr()
         return index
 
     def account(
@@ -253,13 +256,28 @@ class Recording(TorchDispatchMode):
             return
         is_sum = traits.name in ADDED_IN_PLACE and (
             (inside.operator and inside.adds_in_place)
-            or (self.phase is Phase.BACKWARD and _called_by_engine())
+            or (self.phase is Phase.BACKWARD and _called_by_engine() and not self._is_of_a_formula(traits, inputs[0]))
             # `linear` (native/Linear.cpp) and plain attention (native/transformers/attention.cpp) add to a product in
             # place, unless a dispatch mode is active.
             or self._continued == self.see(inputs[0]).index
         )
         if is_sum and is_dense(inputs[0]) and not inputs[0]._is_view():
             self._sum = (self.see(inputs[0]).index, self.ledger.now)
+
+    def _is_of_a_formula(self, traits: Traits, left: torch.Tensor) -> bool:
+        """True if a sum is a formula's own (`var_mean_backward`, torch/csrc/autograd/FunctionsManual.cpp).
+
+        A formula adds what it computed itself, out of place. The engine adds the gradients that nodes give: two of one
+        node only where it gives both to the same place.
+        """
+        made = self.ledger.entries[self.see(left).index].operator
+        if traits.name != "aten.add.Tensor" or made is None or self._nodes.get(made) is None:
+            return False
+        node = current_node()
+        if node is None or node._sequence_nr() != self._nodes[made]:
+            return False
+        places = [place for place in node.next_functions if place[0] is not None]
+        return len(set(places)) == len(places)
 
     def settle_sum(self) -> None:
         """Count the last sum in place if its left operand was freed right after it, as the real step would run it."""
