@@ -35,7 +35,7 @@ from tightfit.tracing.restore import attributes_of, random_states, untouched
 from tightfit.tracing.twin import has_no_memory
 
 # The norm of the errors of few numbers scatters more: by up to 10% on 1152 numbers and 13% on 3600, by 2% on 48,000
-# (notes/exactness.md, "Rounding"). This factor over the root of their number allows for that.
+# (notes/exactness.md, "Rounding"). This factor over the root of how many make up the norm allows for that.
 FEW_NUMBERS = 8.0
 
 
