@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from round_device import round_device
 from tightfit import plan, verification, verify
+from tightfit.errors import ModelError
 from tightfit.levers.offload import store
 from tightfit.levers.recompute import region
 from tightfit.levers.recompute.recorder import Recorder
@@ -171,6 +172,31 @@ def test_gradients_that_are_not_finite_are_said_to_be(monkeypatch):
     report = verify(model, batch, made)
     assert not report.ok
     assert "the plain run's gradients are not finite" in str(report)
+
+
+class Overflowing(nn.Module):
+    """Runs its last layer unless a number is infinite, which it is in fp32 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        if torch.isfinite(x * 1e38 * 1e38).all():
+            x = x + self.last(x)
+        return torch.tanh(x)
+
+
+def test_a_model_that_takes_another_way_in_fp64_is_refused_in_one_line():
+    def loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    model, batch = Overflowing(), {"x": torch.randn(512, 64)}
+    made = plan(model, batch, "0.9x", loss=loss, levers=["micro_batch"], device=round_device(), optimizer="sgd")
+    assert made.micro_batches > 1
+    with pytest.raises(ModelError, match=r"there is a gradient of last\.bias in fp64 alone"):
+        verify(model, batch, made, loss=loss)
 
 
 def test_few_are_those_numbers_that_make_up_the_norm():

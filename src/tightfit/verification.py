@@ -256,6 +256,7 @@ def rounding_errors(model: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> t
             exact = at_full_width(copy.deepcopy(model)).double()
             double_plan = replace(without_levers(plan), precision="fp32", fingerprint=fingerprint(exact))
             truth = true_outcome(exact, batch, loss, double_plan)
+            refuse_another_way(plain, truth)
             with warnings.catch_warnings():
                 # Blocks of a plan that keeps what dropout draws or scales run other operators without it.
                 warnings.simplefilter("ignore", OtherOperators)
@@ -275,6 +276,17 @@ def true_outcome(exact: nn.Module, batch: Batch, loss: Loss, plan: Plan) -> Chan
             "the model does not run in fp64, against which levers that are exact to rounding are judged: "
             f"{(str(error) or type(error).__name__).splitlines()[0]}; verify a plan of exact levers"
         ) from error
+
+
+def refuse_another_way(plain: ChangedValues, truth: ChangedValues) -> None:
+    """Raise `ModelError` if the run in fp64 gives gradients to other parameters: it took another way by its numbers."""
+    others = sorted({name for name in plain.tensors.keys() ^ truth.tensors.keys() if name.startswith("gradient")})
+    if others:
+        where = "fp64" if others[0] in truth.tensors else "the model's own dtype"
+        raise ModelError(
+            "levers that are exact to rounding are judged against fp64, in which the model takes another way by its "
+            f"numbers: there is a {others[0]} in {where} alone; verify a plan of exact levers, or take another batch"
+        )
 
 
 def relative_error(outcome: ChangedValues, truth: ChangedValues) -> float:

@@ -190,3 +190,37 @@ def test_other_answers_with_which_no_step_goes_on_are_told():
     assert found.peak_bytes == allocator_peak(model, batch, loss=squares, optimizer="sgd")
     for told in (found.assumptions, traced.assumptions):
         assert any("with other answers to what it reads the step raises OverflowError" in line for line in told), told
+
+
+class Stage(nn.Module):
+    """A block of layers that goes on as long as numbers are small."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.register_buffer("limit", torch.tensor(limit))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if x.detach().mean() > self.limit:
+                break
+            x = x + torch.tanh(torch.tanh(layer(x)))
+        return x
+
+
+def test_a_first_step_that_ends_early_leaves_the_choices_of_later_ones():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(64, 64), *map(Stage, [1e9] * 3)), {"input": torch.randn(256, 64)}
+
+    def loss(model, batch):
+        return model(**batch).square().mean()
+
+    made = tightfit.plan(model, batch, "0.7x", loss=loss, optimizer="sgd", levers=["recompute"])
+    assert any(choice.kept for choice in made.choices)
+    with made.apply(model):
+        for stage in model[1:]:
+            stage.limit.fill_(-1e9)
+        assert allocator_peak(model, batch, loss=loss, optimizer="sgd") < made.peak_bytes
+        for stage in model[1:]:
+            stage.limit.fill_(1e9)
+        assert allocator_peak(model, batch, loss=loss, optimizer="sgd") <= made.budget_bytes

@@ -350,7 +350,8 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
         choices=(
             choices := block_choices([*search.paths, *(search.elsewhere if candidate.policies else ())], candidate)
         ),
-        programs=programs_of(candidate, choices),
+        # Where numbers decide what runs, a first run of another outcome would bind the choices to its operators.
+        programs=programs_of(candidate, choices) if len(request.outcomes) < 2 else (),
         levers=levers_of(request, candidate),
         rejected=tuple(search.rejected),
         precision=request.settings.precision,
