@@ -215,7 +215,7 @@ def _nothing_profiled() -> Iterator[None]:
     not take it along.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for place in ("memory.process", "tracing.cpu_temporaries"):
+        for place in ("memory.process", "tracing.cpu_measured"):
             patch.setattr(f"tightfit.{place}.cpu_rise", lambda step: step() or 0)
         yield
 
