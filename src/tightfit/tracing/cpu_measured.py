@@ -62,7 +62,7 @@ replication_pad1d replication_pad1d_backward replication_pad2d replication_pad2d
 tril tril_ triu triu_ unfold_backward upsample_bicubic2d_backward upsample_bilinear2d_backward
 upsample_linear1d_backward upsample_nearest1d_backward upsample_nearest2d_backward upsample_trilinear3d_backward
 """)
-# pointwise operators that are made of others
+# Pointwise operators that call others, whose results lie between.
 _POINTWISE_MEASURED = _overloads("clamp.Tensor exp2 isinf ldexp.Tensor mvlgamma native_dropout_backward")
 _CONVOLUTIONS = _overloads("convolution convolution_backward")
 # The exponential of one matrix takes 5 to 13 matrices, more of them the larger its norm is. Several matrices take those

@@ -104,8 +104,8 @@ class Recording(TorchDispatchMode):
         self._chooses: dict[Any, bool] = {}  # whether a call's results are indices
         self._sum: tuple[int, int] | None = None  # the last sum in place: its left operand's storage, its time
         self._product: tuple[int, Any] | None = None  # the last operator, if it is a product: its storage, its caller
+        self._continued: int | None = None  # the product's storage, while an operator runs that the same call asked for
         self._nodes: dict[int, int] = {}  # the node of the graph, by its number, in which each operator of backward ran
-        self._continued: int | None = None  # its storage, while an operator runs that the same call asked for
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
