@@ -149,6 +149,17 @@ CASES = {
         "backward", ("train.py:88",),
     ),
     "Linux ended it": Case("step 7\nOut of memory: Killed process 77 (python)", None, ("The memory of the host",)),
+    "behind a progress bar": Case("  1%|  | 12/1200 [00:33<55:10,  2.79s/it]Killed\n", None, ("dmesg", "of the host")),
+    "a script's shell": Case("run.sh: line 3:  4711 Killed                  python train.py", None, ("dmesg",)),
+    "zsh": Case("[1]    4711 killed     python train.py --bs 8", None, ("dmesg",)),
+    "bash, a job": Case("[1]+  Killed                  python train.py", None, ("dmesg",)),
+    "accelerate": Case(
+        "subprocess.CalledProcessError: Command '['python', 'train.py']' returned non-zero exit status 137.",
+        None, ("dmesg",),
+    ),
+    "DeepSpeed": Case(
+        "[ERROR] [launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = -9", None, ("dmesg",)
+    ),
     "a worker was ended": Case(
         "RuntimeError: DataLoader worker (pid(s) 77) is killed by signal: Killed. ", None, ("DataLoader workers",)
     ),
@@ -167,9 +178,32 @@ def test_a_posted_log_is_read_for_what_it_says(name):
     text = " ".join(str(found).split())
     assert all(said in text for said in case.says), text
     assert not any(said in text for said in case.never), text
-    assert found.remedies or "host" in text
+    assert found.remedies or "of the host" in text
     if case.phase is None:
         assert not any(f", in {phase}" in text for phase in ("forward", "backward", "optimizer"))
+
+
+MPS = (
+    "RuntimeError: MPS backend out of memory (MPS allocated: 15.62 GB, other allocations: 2.20 GB, max allowed: 18.13 "
+    "GB). Tried to allocate 1.96 GB on private pool."
+)
+XPU = "torch.OutOfMemoryError: XPU out of memory. " + new().partition(". ")[2]
+HOST = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000 bytes."
+
+
+@pytest.mark.parametrize(("kind", "log"), [("mps", MPS), ("xpu", XPU)])
+def test_a_device_on_which_nothing_is_planned_gets_no_plan(kind, log):
+    text = " ".join(str(diagnose(read_text(log, "log"))).split())
+    assert f'torch.autocast("{kind}' in text
+    assert "tightfit.plan(" not in text
+    assert '"cuda"' not in text
+
+
+@pytest.mark.parametrize(("kind", "log"), [("cuda", new()), ("cpu", HOST)])
+def test_autocast_is_that_of_the_device_which_ran_out(kind, log):
+    found = diagnose(read_text(log, "log"))
+    assert [each.python for each in found.remedies if f'autocast("{kind}"' in each.python]
+    assert not [each.python for each in found.remedies if "autocast(" in each.python and f'"{kind}"' not in each.python]
 
 
 def test_the_remedies_have_the_budget_that_the_log_shows():

@@ -90,11 +90,15 @@ _LIBRARY = re.compile(
     r"|cudaErrorMemoryAllocation|Cuda failure (?:2 )?'out of memory'|Error out of memory at line \d+)[^\n]*"
 )
 _ARRAY = re.compile(rf"Unable to allocate {_AMOUNT} for an array with shape[^\n]*")  # numpy's
-# What Linux, Slurm and PyTorch's DataLoader write of a process that was ended for its memory.
+# What Linux, Slurm and PyTorch's DataLoader write of a process that was ended for its memory, and what shells (sh, bash
+# in a script, zsh, a job of bash's) and launchers write of any that SIGKILL ended. A shell's word may stand behind a
+# progress bar, whose line has no end.
 _ENDED = re.compile(
     r"[^\n]*(?:Out of memory: Killed process|oom-kill event|oom_kill event|OOM Killed|OOMKilled"
-    r"|DataLoader worker \(pid.*?\) is killed by signal: Killed|exitcode\s*: -9 )[^\n]*"
-    r"|^Killed$",
+    r"|DataLoader worker \(pid.*?\) is killed by signal: Killed|exitcode\s*: -9 |died with <Signals\.SIGKILL"
+    r"|(?:exit status|exit code|exitcode|return code)\s*[:=]?\s*(?:137|-9)\b|terminated by signal SIGKILL"
+    r"|line \d+: +\d+ Killed\b|\[\d+\]\s*[+-]?\s+(?:\d+ )?[Kk]illed\b)[^\n]*"
+    r"|(?:^|(?<=\]))Killed\s*$",
     re.MULTILINE,
 )
 

@@ -6,13 +6,20 @@ Nothing is run dry, so these remedies have no price. Figures in their lines are 
 from tightfit.recipes.ways import Remedy
 
 MIB = 2**20
+KINDS = ("cpu", "cuda")  # of devices that are predicted and trained on
 
 
-def general_remedies(phase: str | None, limit_bytes: int | None, *, loading: bool = False) -> tuple[Remedy, ...]:
+def general_remedies(
+    device: str, phase: str | None, limit_bytes: int | None, *, loading: bool = False
+) -> tuple[Remedy, ...]:
     """Remedies for an error in a phase (None: not known), where `limit_bytes` were there for tensors (None: not known).
 
-    What an optimizer takes no plan lowers, and before the first forward there is nothing to plan.
+    `device` is PyTorch's name of the one that ran out. What an optimizer takes no plan lowers, and before the first
+    forward there is nothing to plan.
     """
+    kind = device.partition(":")[0]
+    if kind not in KINDS:
+        return ()  # nothing of tightfit's has ever run there
     if loading:
         return (_ADAPTERS_ON_FOUR_BITS, _NARROW_WEIGHTS)
     budget = "90%" if limit_bytes is None else f"{limit_bytes // MIB}MiB"
@@ -21,7 +28,7 @@ def general_remedies(phase: str | None, limit_bytes: int | None, *, loading: boo
         _plan("that, with the loss in chunks and micro-batches", "rounding", budget, ["rounding", "offload"]),
     )
     of_states = (_STATES_ON_THE_HOST, _STEP_IN_BACKWARD)
-    inexact = (_AUTOCAST, _FLASH, _ADAPTERS_ON_FOUR_BITS)
+    inexact = (_autocast(kind), _FLASH, _ADAPTERS_ON_FOUR_BITS)
     if phase == "optimizer":
         return (*of_states, *inexact[1:])
     return (*plans, *(of_states if phase == "backward" else ()), *inexact)
@@ -37,6 +44,15 @@ def _plan(name: str, exactness: str, budget: str, levers: list[str]) -> Remedy:
     )
 
 
+def _autocast(kind: str) -> Remedy:
+    return Remedy(
+        "autocast to bf16",
+        "inexact",
+        f'import torch; loss = torch.autocast("{kind}", torch.bfloat16)(model)(**batch).loss',
+        "training: {precision: bf16}",
+    )
+
+
 _STATES_ON_THE_HOST = Remedy(
     "AdamW with its states on the host",
     "exact",
@@ -48,12 +64,6 @@ _STEP_IN_BACKWARD = Remedy(
     "exact",
     "from tightfit.optim import step_in_backward; step_in_backward(optimizer, model)",
     "training: {step_in_backward: true, grad_clip: null}",
-)
-_AUTOCAST = Remedy(
-    "autocast to bf16",
-    "inexact",
-    'import torch; loss = torch.autocast("cuda", torch.bfloat16)(model)(**batch).loss',
-    "training: {precision: bf16}",
 )
 _FLASH = Remedy(
     "AdamW with 8-bit states",

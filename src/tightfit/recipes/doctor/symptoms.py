@@ -1,5 +1,6 @@
 """Diagnoses each kind of subject without a new dry run: one `Diagnosis` without remedies."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -10,17 +11,28 @@ from tightfit.planner.plans import Plan
 from tightfit.planner.records import StepFigures
 from tightfit.planner.report.words import short
 from tightfit.recipes.doctor.describe import Diagnosis
-from tightfit.recipes.doctor.general import general_remedies
+from tightfit.recipes.doctor.general import KINDS, general_remedies
 from tightfit.recipes.doctor.records import Holder
 from tightfit.training.monitoring.record import Record
 from tightfit.training.monitoring.where import PlaceInStep
 from tightfit.units import format_bytes
 
 HOLDERS = 8
-HOST = (
-    "The memory of the host ran out, not a card's: fewer DataLoader workers, smaller prefetch, data that is mapped and "
-    "not read, and one process at a time that loads weights."
+_LESS_ON_THE_HOST = (
+    "fewer DataLoader workers, smaller prefetch, data that is mapped and not read, and one process at a time that "
+    "loads weights."
 )
+HOST = f"The memory of the host ran out, not a card's: {_LESS_ON_THE_HOST}"
+KILLED = (
+    "Where nobody sent the signal, Linux did: the memory of the host ran out, not a card's (`sudo dmesg | tail` says "
+    f"so). Then: {_LESS_ON_THE_HOST}"
+)
+OTHER_DEVICE = (
+    "tightfit predicts and trains on CPUs and CUDA devices, not on {0}. On any device less memory is taken by smaller "
+    "batches, shorter sequences, PyTorch's own checkpoint (torch.utils.checkpoint) and, where it computes in bf16, "
+    'torch.autocast("{0}", torch.bfloat16).'
+)
+_SAYS_MEMORY = re.compile(r"oom|out of memory|DataLoader worker", re.IGNORECASE)
 EXPANDABLE = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, before Python starts"
 
 
@@ -123,7 +135,11 @@ def of_error(said: OutOfMemory, place: PlaceInStep, subject: str | None = None) 
     advice: list[str] = []
     is_of_host = said.device == "cpu" and said.requested_bytes is None  # the system has ended a process
     if is_of_host:
-        advice.append(HOST)
+        if not _SAYS_MEMORY.search(said.message):
+            findings[0] = "SIGKILL ended a process."
+        advice.append(HOST if _SAYS_MEMORY.search(said.message) else KILLED)
+    if said.device.partition(":")[0] not in KINDS:
+        advice.append(OTHER_DEVICE.format(said.device))
     if said.unallocated_bytes is not None:
         findings.append(f"{format_bytes(said.unallocated_bytes)} were reserved by PyTorch and not in use.")
         if said.missing_bytes == 0:
@@ -140,7 +156,7 @@ def of_error(said: OutOfMemory, place: PlaceInStep, subject: str | None = None) 
         requested_bytes=said.requested_bytes,
         limit_bytes=available(said),
         fragmentation_bytes=said.unallocated_bytes,
-        remedies=() if is_of_host else general_remedies(place.phase, available(said)),
+        remedies=() if is_of_host else general_remedies(said.device, place.phase, available(said)),
         advice=tuple(advice),
     )
 
@@ -171,7 +187,9 @@ def of_log(logged: LoggedFailure) -> Diagnosis:
         found = replace(
             found,
             findings=(*found.findings, "Weights were being loaded or moved to the device: no step had begun."),
-            remedies=general_remedies(None, found.limit_bytes, loading=True) if found.remedies else (),
+            remedies=general_remedies(logged.out_of_memory.device, None, found.limit_bytes, loading=True)
+            if found.remedies
+            else (),
         )
     if frame is None:
         return found
