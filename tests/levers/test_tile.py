@@ -86,13 +86,17 @@ def test_a_tile_that_draws_random_numbers_draws_the_same_in_backward():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given
-def test_a_compiled_block_runs_its_tiles_as_they_are_written():
+@pytest.mark.parametrize(
+    "weights", [lambda block: [], nn.Module.parameters], ids=["none", "dynamo gives up the caller"]
+)
+def test_a_compiled_block_runs_its_tiles_as_they_are_written(weights):
     def drop(part):
         compiled.append(torch.compiler.is_compiling())
         return nn.functional.dropout(part, 0.5)
 
-    def forward(x):
-        return tiled(drop, x * 2, 4, []) + 1
+    class Block(nn.Module):
+        def forward(self, x):
+            return tiled(drop, x * 2, 4, weights(self)) + 1
 
     def output_and_gradient(function):
         torch.manual_seed(0)
@@ -101,8 +105,8 @@ def test_a_compiled_block_runs_its_tiles_as_they_are_written():
         return output, *torch.autograd.grad(output.sum(), x)
 
     compiled = []
-    plain = output_and_gradient(forward)
-    made = output_and_gradient(torch.compile(forward, backend="eager"))
+    plain = output_and_gradient(Block())
+    made = output_and_gradient(torch.compile(Block(), backend="eager"))
     assert len(compiled) == 2 * 2 * 3, "three tiles in forward and in backward, plain and compiled"
     assert not any(compiled)
     assert all(map(torch.equal, made, plain))

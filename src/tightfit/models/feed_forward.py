@@ -124,8 +124,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         rows, weights = rows.to(dtype), weights.to(dtype)
     if has_grouped_products(rows):
         # PyTorch's compiler knows them in bf16 only (`_meta_grouped_mm_common`): others run between two compiled parts.
-        is_compiled = torch.compiler.is_compiling() and rows.dtype != torch.bfloat16
-        return (_between_compiled_parts if is_compiled else _grouped)(rows, weights, ends)
+        return (_grouped if rows.dtype == torch.bfloat16 else _between_compiled_parts)(rows, weights, ends)
     parts = rows.tensor_split(ends[:-1].cpu())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 

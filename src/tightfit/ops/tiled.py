@@ -50,18 +50,15 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor, tokens: int, weights:
         raise InputError(f"tiled: tokens={tokens} is less than 1: give the tokens of one tile")
     if x.shape[1] <= tokens:
         return function(x)
-    # A compiled block runs in parts around its tiles: PyTorch's compiler would break within them, warn of settings that
-    # it cannot read, and compile pieces of a forward that backward repeats as eager code.
-    run = _between_compiled_parts if torch.compiler.is_compiling() else _run
-    return run(function, tokens, x, [weight for weight in weights if weight.requires_grad])
+    return _run(function, tokens, x, [weight for weight in weights if weight.requires_grad])
 
 
+# A compiled block runs in parts around its tiles: PyTorch's compiler would break within them, warn of settings that it
+# cannot read, and compile pieces of a forward that backward repeats as eager code.
+@without_dynamo
 def _run(function: Callable[[Tensor], Tensor], tokens: int, x: Tensor, weights: list[nn.Parameter]) -> Tensor:
     result: Any = Tiled.apply(function, tokens, x, *weights)
     return result
-
-
-_between_compiled_parts = without_dynamo(_run)
 
 
 class Tiled(torch.autograd.Function):

@@ -5,7 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from types import CellType, FunctionType
 from typing import Any
 
@@ -17,7 +17,23 @@ from tightfit.runtime.internals.dispatcher import active_modes
 from tightfit.runtime.internals.kernels import replaced
 
 SIGNATURES = 1000  # the most shapes, and constants such as a layer's number, for which one code object is compiled
-without_dynamo = _disable_dynamo  # loads dynamo when the function is first called, not when it is defined
+
+
+def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs as it is written, with all that it calls: within compiled code, and after a break in it.
+
+    A process that has not loaded dynamo, which takes seconds, does not load it for this.
+    """
+    as_written = _disable_dynamo(function)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A caller that dynamo has given up on runs as eager code, and dynamo begins again in what that calls.
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            return as_written(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def compiled_code_off() -> Callable[[], None]:
