@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tightfit
 from exactness import assert_bit_equal, run
 from tightfit.errors import LeverError, RecomputeError
 from tightfit.levers.recompute import RECOMPUTE_ALL, Applied, Decision, OperatorKey, Policy, recompute
@@ -296,8 +297,11 @@ def test_recomputing_the_users_python_does_not_run_it_again():
 
 @pytest.mark.keeps("through-double-backward-retained")
 @pytest.mark.slow  # compiling takes several seconds
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_with_recompute_has_the_right_gradients(backend):
+@pytest.mark.parametrize("lever", [recompute, tightfit.capture, tightfit.offload], ids=lambda lever: lever.__name__)
+def test_a_compiled_model_with_a_lever_has_the_right_gradients(lever, backend):
     class Quiet(Block):
         def __init__(self):
             super().__init__()
@@ -308,7 +312,7 @@ def test_a_compiled_model_with_recompute_has_the_right_gradients(backend):
 
     model, inputs = build(Quiet)
     plain = run(*build(Quiet))
-    with recompute(model, "layers.*"):
+    with lever(model, "layers.*"):
         compiled = torch.compile(model, backend=backend)
         (compiled(inputs) * compiled(inputs).detach().cos()).sum().backward()
     for name, parameter in model.named_parameters():

@@ -37,6 +37,7 @@ from tightfit.runtime.internals import (
     operator_switches,
     recording_failures,
     recording_settings,
+    without_dynamo,
 )
 from tightfit.runtime.module_paths import module_at
 from tightfit.runtime.nested import tensors_in
@@ -218,6 +219,7 @@ class CapturedForward(FrugalForward):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_last": None, "_recorded": None}
 
+    @without_dynamo  # of a user who compiles the model: a captured block has its own
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.steps_aside or fake_mode_is_active():
             return self.original(*args, **kwargs)
