@@ -275,3 +275,19 @@ def test_inputs_that_do_not_fit_are_refused_in_one_line(message, call):
     with pytest.raises(InputError, match=message) as caught:
         call(*sample(), some_labels())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow  # dynamo takes seconds to load
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_in_compiled_code_the_loss_runs_as_it_is_written(reduction, backend):
+    inputs, labels = [tensor.requires_grad_() for tensor in sample()], some_labels()
+
+    def step(hidden, weight):
+        return linear_cross_entropy(hidden * 2, weight, labels, reduction=reduction, chunk_size=16).sum() + 1
+
+    plain = torch.autograd.grad(step(*inputs), inputs)
+    made = torch.autograd.grad(torch.compile(step, backend=backend)(*inputs), inputs)
+    assert all(map(torch.equal, made, plain))

@@ -24,7 +24,7 @@ from tightfit.ops._chunked_head import (
     writes_wider,
 )
 from tightfit.ops._once import differentiable_once
-from tightfit.runtime.internals import graph_is_kept
+from tightfit.runtime.internals import graph_is_kept, without_dynamo
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -68,6 +68,7 @@ def reduced(losses: Tensor, counted: Tensor, reduction: Reduction) -> Tensor:
     return losses.sum() / counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
 
 
+@without_dynamo  # a loop over chunks, whose backward asks autograd's engine what no compiler can
 def chunked_loss(
     loss: TokenLoss,
     hidden: Tensor,
