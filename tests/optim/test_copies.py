@@ -99,3 +99,19 @@ def test_muon_refuses_a_state_that_does_not_fit():
     saved["state"][0]["momentum_buffer"] = torch.zeros(2, 2)
     with pytest.raises(InputError, match=r"momentum_buffer of parameter 0 has shape \(2, 2\)"):
         MuonWithAdamW(grouped(net())).load_state_dict(saved)
+
+
+@pytest.mark.slow  # dynamo takes seconds to load
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within PyTorch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo asks it of what it is given
+@pytest.mark.parametrize(("build", "dtype"), KINDS.values(), ids=KINDS)
+def test_a_step_that_the_user_compiles_updates_as_it_is_written(build, dtype):
+    plain, other = net(dtype), net(dtype)
+    for model, compiled in ((plain, False), (other, True)):
+        optimizer = build(model)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for ids in batches(4):
+            optimizer.zero_grad()
+            loss_of(model, ids).backward()
+            step()
+    assert_same_weights(plain, other)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tightfit.optim.adamw_step import SETTINGS, settings
 from tightfit.optim.strict_state import StrictStateOptimizer
+from tightfit.runtime.internals import without_dynamo
 
 _OWN, _CHOICE = "own_settings", "choice"
 
@@ -79,7 +80,7 @@ class FrugalOptimizer(StrictStateOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.update()
+        _run_update(self)
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,3 +97,8 @@ class FrugalOptimizer(StrictStateOptimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
+
+
+@without_dynamo  # where a user compiles the step: updates make states and other optimizers, and wait for copies
+def _run_update(optimizer: FrugalOptimizer) -> None:
+    optimizer.update()
