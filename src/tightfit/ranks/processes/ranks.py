@@ -20,6 +20,7 @@ from tightfit.errors import PeerFailed, RankError, TightfitError
 from tightfit.ranks.processes.board import Board, store_under
 from tightfit.ranks.processes.ending import leave_others
 from tightfit.ranks.processes.launch import Launch
+from tightfit.runtime.internals import wait_longer
 
 # Gradients below this size are added up together, in one buffer of at most `BUFFER` bytes: a collective of 16 kB costs
 # as much as one of 1 MiB. Larger ones are added up where they lie.
@@ -123,8 +124,10 @@ class SeveralRanks(Ranks):
                 world_size=launch.size,
                 timeout=timedelta(seconds=timeout_seconds),
             )
-            # Rank 0 may take hours over data and a plan. One that is killed closes its connections all the same.
-            self._patient: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
+            # Rank 0 may take hours over data and a plan. One that is killed closes its connections all the same, but
+            # before the group is made it has none.
+            self._patient: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            wait_longer(self._patient, PATIENCE_SECONDS)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None:

@@ -84,6 +84,7 @@ from tightfit.runtime.internals.distributed import (
     run_kernel,
     sizes_of_storages_by,
     store_of_default_group,
+    wait_longer,
 )
 from tightfit.runtime.internals.graphs import (
     RecordedCall,
@@ -247,6 +248,7 @@ __all__ = [
     "transforms_are_active",
     "tune_kernels_apart",
     "unregister_pages",
+    "wait_longer",
     "without_dynamo",
     "without_function_modes",
 ]

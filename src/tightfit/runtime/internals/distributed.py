@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ def group_named(name: str) -> Any:
     """The process group of a name (`ProcessGroup.group_name`), as operators name it in their arguments."""
     library: Any = torch._C
     return library._distributed_c10d._resolve_process_group(name)
+
+
+def wait_longer(group: Any, seconds: float) -> None:
+    """Have a process group's messages wait so long, where it was made with another time-out."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 @contextmanager
