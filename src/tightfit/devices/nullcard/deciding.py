@@ -12,11 +12,13 @@ floating-point numbers that nobody knows are left alone.
 """
 
 import contextlib
+import inspect
 import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
+from types import CodeType
 from typing import Any
 
 import torch
@@ -41,7 +43,6 @@ _OVERWRITE = frozenset({"copy_", "fill_", "zero_", "random_"})  # what was in th
 _MAKE_MASKS = _OVERWRITE | {"masked_fill_", "_index_put_impl_"}  # in place, in floating point too
 MOST = 256 << 20  # bytes of a result that is computed: a mask of 16 rows of 4096 x 4096 in one byte each
 COPIED = 1 << 20  # bytes: up to here the runtime copies whatever it is told to
-_APPLY: Any = vars(torch.autograd.Function)["apply"].__func__.__code__
 WHOLE = (torch.int64, torch.bool)  # ids and masks are copied at any size; packed weights are int32 or shorter
 
 
@@ -281,9 +282,25 @@ def _may_become_a_gradient() -> bool:
     if torch.is_grad_enabled():
         return False
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and not _is_forward_of_a_function(frame.f_code):
         frame = frame.f_back
     return frame is not None
+
+
+# By the address of a code, with the code. Since PyTorch 2.14 `Function.apply` is no Python code: no frame shows it.
+_forwards: dict[int, tuple[CodeType, bool]] = {}
+
+
+def _is_forward_of_a_function(code: CodeType) -> bool:
+    if code.co_name != "forward":  # the usual case, for each frame of each operator without gradients
+        return False
+    if id(code) not in _forwards:
+        kinds = [torch.autograd.Function]
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        found = any(getattr(inspect.unwrap(kind.forward), "__code__", None) is code for kind in kinds)
+        _forwards[id(code)] = code, found
+    return _forwards[id(code)][1]
 
 
 def _is_zero(args: tuple) -> bool:
