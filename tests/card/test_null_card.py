@@ -44,6 +44,11 @@ def test_other_cards_start_and_run_a_step(device):
     assert found.stdout == f"{card_of(device).capability} True\n", found.stderr
 
 
+def test_cudnn_is_as_new_as_the_one_that_pytorch_was_built_with():
+    major, minor, patch = torch._C._cudnn.getCompileVersion()
+    assert torch.backends.cudnn.version() == major * 10000 + minor * 100 + patch
+
+
 def test_several_cards_have_memory_of_their_own():
     code = (
         "import torch; torch.zeros(1 << 28, device='cuda:1'); "

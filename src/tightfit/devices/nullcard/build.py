@@ -1,6 +1,7 @@
 """Compiles the null card's libraries for the PyTorch that is installed, once."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -62,23 +63,31 @@ LIBRARIES = {
     "libnvJitLink": Library(None, r"_*nvJitLink"),
     "libnvToolsExt": Library(None, r"nvtx", r"nvtx"),
 }
+CUDNN = "9.20.0"  # where PyTorch does not say
 _ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")  # opened by name, whoever links them
 _OTHER_PACKAGES = {"bitsandbytes": "libbitsandbytes_cuda*.so"}  # whose libraries ask for more functions than PyTorch's
 
 
 @dataclass(frozen=True)
 class Torch:
-    """An installed PyTorch: its folder, version, and the CUDA that it was built for (`"13.0"`)."""
+    """An installed PyTorch: its folder, version, and the CUDA (`"13.0"`) and cuDNN (`"9.20.0"`) it was built for."""
 
     folder: Path
     version: str
     cuda: str
+    cudnn: str
 
     @property
     def cuda_version(self) -> int:
         """As CUDA writes it: 13000 for 13.0, 12080 for 12.8."""
         major, minor = self.cuda.split(".")[:2]
         return int(major) * 1000 + int(minor) * 10
+
+    @property
+    def cudnn_version(self) -> int:
+        """As cuDNN writes it: 92000 for 9.20.0."""
+        major, minor, patch = self.cudnn.split(".")[:3]
+        return int(major) * 10000 + int(minor) * 100 + int(patch)
 
 
 def installed_torch() -> Torch:
@@ -98,7 +107,14 @@ def installed_torch() -> Torch:
             f"the null card needs PyTorch's CUDA build, and this is {said.get('__version__', 'another one')}: "
             "install the ordinary Linux wheel (pip install torch), or ask `tightfit estimate`, which needs no card"
         )
-    return Torch(folder, said["__version__"], said["cuda"])
+    return Torch(folder, said["__version__"], said["cuda"], _cudnn_of_torch())
+
+
+def _cudnn_of_torch() -> str:
+    """The version of cuDNN that the installed PyTorch asks for: it refuses an older one than it was built with."""
+    asked = " ".join(importlib.metadata.requires("torch") or ())
+    found = re.search(r"nvidia-cudnn-cu\d+\s*==\s*(\d+\.\d+\.\d+)", asked)
+    return found.group(1) if found else CUDNN
 
 
 def libraries(cache: Path) -> list[Path]:

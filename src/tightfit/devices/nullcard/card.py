@@ -137,7 +137,7 @@ def environment(card: Card, base: Mapping[str, str] | None = None) -> dict[str, 
         **base,
         "LD_PRELOAD": ":".join([*ours, *others]),
         "TRITON_LIBCUDA_PATH": str(folder),
-        FIGURES: f"{card.text};cuda={torch.cuda_version}",
+        FIGURES: f"{card.text};cuda={torch.cuda_version};cudnn={torch.cudnn_version}",
     }
     found.pop("CUDA_VISIBLE_DEVICES", None)
     built = _built_for(folder, found)

@@ -60,6 +60,7 @@ static void read_figures(void) {
     c->threads = (int)number(text, "threads", 1536);
     c->blocks = (int)number(text, "blocks", 24);
     c->cuda = (int)number(text, "cuda", 13000);
+    c->cudnn = (int)number(text, "cudnn", 92000);
     c->late = (int)number(text, "late", LATE_NONE);
     c->copies = number(text, "copies", (size_t)-1);
     c->cudnn_workspace = number(text, "cudnn_workspace", 0);

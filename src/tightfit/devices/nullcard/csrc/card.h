@@ -26,6 +26,7 @@ typedef struct {
     int shared_block, shared_multiprocessor; /* most shared memory of a block (opt-in), of a multiprocessor */
     int threads, blocks;                     /* most threads and blocks of a multiprocessor */
     int cuda;                                /* 12080, 13000: the version of the runtime that PyTorch was built for */
+    int cudnn;                               /* 92000: the version of cuDNN that PyTorch was built with */
     int late;                                /* which streams' work happens only when something waits for it */
     size_t copies;                           /* larger copies are skipped */
     size_t cudnn_workspace;                  /* that an engine of cuDNN's is said to need */

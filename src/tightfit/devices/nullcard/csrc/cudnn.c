@@ -6,9 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-EXPORT size_t cudnnGetVersion(void) { return 92000; }
+EXPORT size_t cudnnGetVersion(void) { return card()->cudnn; }
 EXPORT size_t cudnnGetCudartVersion(void) { return card()->cuda; }
-EXPORT int cudnnGetProperty(int kind, int *value) { *value = kind == 0 ? 9 : kind == 1 ? 20 : 0; return OK; }
+EXPORT int cudnnGetProperty(int kind, int *value) {
+    int version = card()->cudnn;
+    *value = kind == 0 ? version / 10000 : kind == 1 ? version / 100 % 100 : version % 100;
+    return OK;
+}
 EXPORT const char *cudnnGetErrorString(int status) { return status == 3000 ? "not supported by the null card" : status ? "an error" : "success"; }
 EXPORT void cudnnGetLastErrorString(char *text, size_t room) { if (room) *text = 0; }
 EXPORT int cudnnCreate(void **handle) { *handle = calloc(1, 64); return OK; }
