@@ -55,14 +55,27 @@ def call(
         (H200, call(dropout=0.125), Backend.CUDNN),
         (A100, call(kv_heads=2, grouped=True), Backend.FLASH),
         (H200, call(kv_heads=2, grouped=True), Backend.CUDNN),
-        (A100, call(FP32, kv_heads=2, grouped=True), Backend.MATH),
-        (A100, call(kv_heads=2, grouped=True, mask=(2, 1, 64, 64), causal=False), Backend.MATH),
         (A100, call(keys=128), Backend.EFFICIENT),
         (A100, call(keys=128, causal=False), Backend.FLASH),
     ],
     ids=lambda value: str(value) if isinstance(value, tuple | Backend) else "",
 )
 def test_the_first_kernel_that_takes_the_call_is_chosen(capability, asked, chosen):
+    assert choose_backend(asked, capability) is chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked"),
+    [
+        (A100, call(FP32, kv_heads=2, grouped=True)),
+        (A100, call(kv_heads=2, grouped=True, mask=(2, 1, 64, 64), causal=False)),
+        (T4, call(FP16, kv_heads=2, grouped=True)),
+    ],
+    ids=["fp32", "a mask", "no flash kernel"],
+)
+@pytest.mark.parametrize(("release", "chosen"), [((2, 13), Backend.MATH), ((2, 14), Backend.EFFICIENT)])
+def test_the_memory_efficient_kernel_takes_groups_of_heads_since_2_14(capability, asked, release, chosen, monkeypatch):
+    monkeypatch.setattr(attention, "installed_release", lambda: release)
     assert choose_backend(asked, capability) is chosen
 
 

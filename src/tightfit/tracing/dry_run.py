@@ -54,13 +54,13 @@ from tightfit.tracing.rules import (
     INDEXING,
     LENGTHS,
     NEVER_COMPUTED,
-    ON_HOST,
     RESIZED_IN_PLACE,
     Routing,
     assumed_choice,
     choice_bound,
     in_kept_memory,
     inside,
+    on_host,
 )
 from tightfit.tracing.shapes import KNOWN_LIMIT, LARGEST_INTEGERS, TensorShape, inputs_and_key, result_shapes
 from tightfit.tracing.unbacked import is_unbacked, set_unbacked
@@ -166,7 +166,7 @@ class DryRun(Recording):
         if everywhere is not None or any(cell.everywhere is not None for cell in cells):
             for tensor in instances(torch.Tensor, (out,)):
                 self.see(tensor).everywhere = everywhere
-        for place in ON_HOST.get(func, ()) if simulation.of_cuda else ():
+        for place in on_host(func, args) if simulation.of_cuda else ():
             self.ledger.on_host(out[place])
         self.finish(traits, inputs, Call(func, args, kwargs), out, key, reads, makes)
         return out

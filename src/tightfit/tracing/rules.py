@@ -63,9 +63,7 @@ ADDED_IN_PLACE = frozenset(
 
 PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.mv.default"})
 
-# Results that a card's kernel leaves in the host's memory, by their positions: seed and offset of dropout
-# (`_efficient_attention_forward` in native/transformers/cuda/attention.cu).
-ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 
 # Operators whose result keeps the memory of an intermediate one, because it is resized in place: a reduced elementwise
 # loss that of the unreduced loss, an image that of its patches. Source: `TORCH_META_FUNC(mse_loss)`,
@@ -77,6 +75,18 @@ _REDUCED = (
     aten.soft_margin_loss.default,
 )
 RESIZED_IN_PLACE = frozenset({*_REDUCED, aten.col2im.default})
+
+
+def on_host(operator: Any, args: tuple) -> tuple[int, ...]:
+    """The positions of results that a card's kernel leaves in the host's memory.
+
+    They are seed and offset of dropout (`_efficient_attention_forward` in native/transformers/cuda/attention.cu); since
+    2.14.0 only where there is dropout.
+    """
+    if operator is not _EFFICIENT:
+        return ()
+    dropout = args[5] if len(args) > 5 else 0.0
+    return (2, 3) if dropout or installed_release() < (2, 14) else ()
 
 
 def in_kept_memory(operator: Any, result: torch.Tensor, args: tuple) -> torch.Tensor:

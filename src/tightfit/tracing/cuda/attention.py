@@ -147,6 +147,10 @@ def _flash_backward_takes(call: AttentionCall, capability: Capability) -> bool:
     return not (small and call.needs_gradient) or width <= 192 or (width > 224 and call.dropout == 0)
 
 
+# `check_batch_size_and_num_heads_dense` of the memory-efficient kernel: groups of heads since 2.14.0.
+_EFFICIENT_IS_GROUPED = (2, 14)
+
+
 def efficient_takes(call: AttentionCall, capability: Capability) -> bool:
     """True if the memory-efficient kernel supports a call (`can_use_mem_efficient_attention`)."""
     width, value_width = call.query.shape[-1], call.value.shape[-1]
@@ -158,7 +162,7 @@ def efficient_takes(call: AttentionCall, capability: Capability) -> bool:
         and width == call.key.shape[-1]
         and width % alignment == value_width % alignment == 0
         and _has_dtype(call, dtypes)
-        and _heads_agree(call, takes_grouped=False)
+        and _heads_agree(call, takes_grouped=installed_release() >= _EFFICIENT_IS_GROUPED)
         and _last_stride_is_one(call, ignore_single=False)
     )
 

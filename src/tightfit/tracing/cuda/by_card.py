@@ -112,7 +112,10 @@ def _efficient_backward(inputs: Shapes, card: LaunchLimits) -> list[int]:
     rows, product = 4 * batch * heads * length, 4 * batch * heads * length * value.shape[3]
     delta = [rows] if is_half else [product, rows, rows, -rows, -product]
     copied = [] if lies_by_length(gradient) else [gradient.bytes]
-    return [*copied, *[RESULT] * 3, *delta, 4 * batch * heads * round_up(elements, 4)]
+    # Heads in groups (since 2.14): gradients of keys and values for each of the query's heads, added up at the end.
+    each_head = key.dtype.itemsize * batch * heads * key.shape[2]
+    of_heads = [] if key.shape[1] == heads else [each_head * width, each_head * value.shape[3]]
+    return [*copied, *[RESULT] * 3, *of_heads, *delta, 4 * batch * heads * round_up(elements, 4)]
 
 
 def _efficient_kernel(width: int, is_half: bool, capability: tuple[int, int]) -> tuple[int, int, bool]:
