@@ -38,6 +38,22 @@ def test_a_build_for_another_cuda_says_which(other_torch):
     assert build.installed_torch().cuda_version == 12080
 
 
+@pytest.mark.parametrize(
+    ("asked", "version"),
+    [(["numpy", 'nvidia-cudnn-cu13==9.24.0.43; platform_system == "Linux"'], 92400), (["numpy"], 92000), (None, 92000)],
+    ids=["a wheel", "a build of another kind", "sources in a folder"],
+)
+def test_cudnn_is_the_one_that_pytorch_asks_for(other_torch, monkeypatch, asked, version):
+    def requires(name):
+        if asked is None:
+            raise build.importlib.metadata.PackageNotFoundError(name)
+        return asked
+
+    other_torch(CUDA)
+    monkeypatch.setattr(build.importlib.metadata, "requires", requires)
+    assert build.installed_torch().cudnn_version == version
+
+
 def test_without_a_compiler_one_line_says_what_to_install(other_torch, monkeypatch, tmp_path):
     other_torch(CUDA)
     monkeypatch.delenv("CC", raising=False)

@@ -112,7 +112,10 @@ def installed_torch() -> Torch:
 
 def _cudnn_of_torch() -> str:
     """The version of cuDNN that the installed PyTorch asks for: it refuses an older one than it was built with."""
-    asked = " ".join(importlib.metadata.requires("torch") or ())
+    try:
+        asked = " ".join(importlib.metadata.requires("torch") or ())
+    except importlib.metadata.PackageNotFoundError:  # PyTorch from a folder of its sources
+        return CUDNN
     found = re.search(r"nvidia-cudnn-cu\d+\s*==\s*(\d+\.\d+\.\d+)", asked)
     return found.group(1) if found else CUDNN
 
