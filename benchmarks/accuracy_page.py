@@ -307,7 +307,7 @@ def plan_line(row: Record) -> str:
 
 OF_A_CASE = (
     "world_size", "parallel", "precision", "reshard", "recompute", "micro_batches", "grad_clip", "shape", "apart",
-    "once", "ddp", "budget",
+    "once", "ddp", "budget", "nodes",
 )  # fmt: skip
 
 
@@ -320,7 +320,7 @@ def ranks(record: Record) -> str:
     exact = sum(row["difference"] == 0 for row in results)
     outside = max(row["outside_bytes"] for row in results)
     return f"""\
-## Ranks of DDP, FSDP2, tensor and context parallel
+## Ranks of DDP, FSDP2, HSDP, tensor and context parallel
 
 {where(record)}
 

@@ -1,4 +1,4 @@
-"""A rank's peak in DDP, FSDP2, tensor and context parallel: predicted, against real processes that talk by gloo.
+"""A rank's peak in DDP, FSDP2, HSDP, tensor and context parallel: predicted, against real processes that talk by gloo.
 
 Each real process counts its allocations by `allocations.c`, which is preloaded: PyTorch's CPU allocator to the byte, in
 every thread, and all other large allocations by themselves. PyTorch's profiler, with which other benchmarks measure a
@@ -42,8 +42,8 @@ from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.messages import MESSAGES
 from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
-from tightfit.ranks.world import DDPSettings, Parallel, Sharding, World
-from tightfit.ranks.wrapping import in_ddp, in_fsdp2, modules_apart
+from tightfit.ranks.world import SHARDED, DDPSettings, Parallel, Sharding, World
+from tightfit.ranks.wrapping import in_ddp, in_fsdp2, mesh_of, modules_apart
 from tightfit.step import Precision, StepSettings, TokenBatch, forward_backward, model_loss, update
 from tightfit.tracing.step import trace_step
 
@@ -68,6 +68,7 @@ class Case:
     ddp: tuple[tuple[str, Any], ...] = ()  # arguments of DistributedDataParallel, and the loop's no_sync
     apart: bool = False  # embedding and head are sharded by themselves
     once: bool = False  # gradients are exchanged in the last of several micro-batches
+    nodes: int = 1
 
     def model(self) -> Decoder:
         hidden, heads, vocabulary = self.shape
@@ -94,7 +95,10 @@ class Case:
     @property
     def settings(self) -> StepSettings:
         # FSDP2 casts weights and activations itself, so autocast has nothing to do.
-        return StepSettings("fp32" if self.parallel in ("fsdp2", "cp") else self.precision, self.grad_clip)
+        return StepSettings("fp32" if self.parallel in SHARDED else self.precision, self.grad_clip)
+
+    def world(self, sharding: Sharding | None = None) -> World:
+        return World(self.world_size, self.parallel, self.nodes, sharding or Sharding(), DDPSettings.of(dict(self.ddp)))
 
 
 @cache
@@ -113,6 +117,7 @@ def planned(case: Case) -> Plan | None:
         grad_clip=case.grad_clip,
         world_size=case.world_size,
         parallel=case.parallel,
+        nodes=case.nodes,
         ddp=dict(case.ddp) if case.ddp else None,
     )
 
@@ -156,6 +161,12 @@ CASES = [
         for size in (2, 4)
         for precision, count, recompute in [("fp32", 1, False), ("bf16", 1, False), ("fp32", 2, True)]
     ),
+    *(Case(4, "hsdp", precision, shape=UNEVEN, nodes=2) for precision in ("fp32", "bf16")),
+    Case(4, "hsdp", reshard=False, grad_clip=1.0, shape=UNEVEN, apart=True, nodes=2),
+    Case(4, "hsdp", "bf16", micro_batches=3, shape=UNEVEN, once=True, nodes=2),
+    Case(4, "hsdp", micro_batches=2, shape=UNEVEN, nodes=2),
+    Case(4, "hsdp", shape=UNEVEN, budget="0.85x", nodes=2),
+    Case(6, "hsdp", shape=UNEVEN, nodes=2),
     *(Case(size, "cp", precision, shape=UNEVEN) for size in (2, 4) for precision in ("fp32", "bf16")),
     Case(2, "cp", reshard=False, micro_batches=2, grad_clip=1.0, shape=UNEVEN),
     Case(2, "cp", shape=UNEVEN, budget="0.88x"),
@@ -176,8 +187,7 @@ def predicted(case: Case, rank: int) -> dict[str, Any]:
     if plan is not None:
         return {"predicted_bytes": plan.rank_peak_bytes[rank], "planned_levers": [str(lever) for lever in plan.levers]}
     model = case.model()
-    sharding = case.sharding(model) if case.parallel in ("fsdp2", "cp") else Sharding()
-    world = World(case.world_size, case.parallel, 1, sharding, DDPSettings.of(dict(case.ddp)))
+    world = case.world(case.sharding(model) if case.parallel in SHARDED else None)
     played = SimulatedRank(world, rank, find_blocks(model), case.precision)
     trace = trace_step(own_copy(model), case.parts(), model_loss, settings=case.settings, rank=played)
     without = (
@@ -218,9 +228,9 @@ def work(case: Case, rank: int, folder: str) -> None:
     if case.parallel == "ddp":
         held = in_ddp(model, DDPSettings.of(dict(case.ddp)))
     elif case.parallel == "tp":
-        held = in_tensor_parallel(model, dist.init_device_mesh("cpu", (case.world_size,)))
+        held = in_tensor_parallel(model, mesh_of(case.world(), "cpu"))
     else:
-        mesh = dist.init_device_mesh("cpu", (case.world_size,))
+        mesh = mesh_of(case.world(), "cpu")
         sharding = case.sharding(model)
         if plan is not None:
             held = plan.shard(model, mesh)

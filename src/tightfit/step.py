@@ -131,7 +131,7 @@ class Step:
         step_in_backward: Each weight is updated once its gradient is ready, which excludes clipping and fp16.
         world_size: Ranks that train together, each with `device`. None is one process.
         nodes: Machines that the ranks are on (1).
-        parallel: `"fsdp2"` (the default of several ranks), `"ddp"`, `"tp"` or `"cp"`.
+        parallel: `"fsdp2"` (the default of several ranks), `"hsdp"`, `"ddp"`, `"tp"` or `"cp"`.
         ddp: Arguments of `DistributedDataParallel` beside the model, and `"no_sync": False`, which says that every
             micro-batch adds up its gradients.
 

@@ -1,6 +1,6 @@
 """Three steps of a decoder on several cards, run by torchrun.
 
-    torchrun --nproc-per-node 2 measured_ranks.py ddp|fsdp2|tp|cp PRECISION [PLAN]
+    torchrun --nproc-per-node 2 measured_ranks.py ddp|fsdp2|hsdp|tp|cp PRECISION [PLAN]
 
 Each rank writes a line of JSON with its peaks.
 """
@@ -19,10 +19,12 @@ from tightfit.optim.by_name import build_optimizer
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
-from tightfit.ranks.wrapping import in_ddp, in_fsdp2
+from tightfit.ranks.world import World
+from tightfit.ranks.wrapping import in_ddp, in_fsdp2, mesh_of
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 from tiny import decoder, token_batch
 
+NODES = 2  # of HSDP
 ROWS, LENGTH, SHAPE = 8, 256, {"num_layers": 4, "hidden_size": 256, "vocab_size": 2000}
 
 
@@ -31,12 +33,12 @@ def wrapped(model, parallel, precision, plan):
         plan.apply(model)
     if parallel == "ddp":
         return in_ddp(model)
-    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    mesh = mesh_of(World(dist.get_world_size(), parallel, NODES if parallel == "hsdp" else 1), "cuda")
     if plan is not None:
         return plan.shard(model, mesh)
     if parallel == "tp":
         return in_tensor_parallel(model, mesh)
-    divided = in_fsdp2 if parallel == "fsdp2" else in_context_parallel
+    divided = in_context_parallel if parallel == "cp" else in_fsdp2
     return divided(model, find_blocks(model), mesh, precision=precision)
 
 

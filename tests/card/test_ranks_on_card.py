@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from divided_ranks import prepare
-from measured_ranks import LENGTH, ROWS, SHAPE
+from measured_ranks import LENGTH, NODES, ROWS, SHAPE
 from ranks_on_cards import HERE, run_ranks
 from recovering import config
 
@@ -80,10 +80,12 @@ def test_ranks_have_the_predicted_peak(tmp_path, parallel, ranks):
 @pytest.mark.slow  # a plan, and two processes: half a minute for each
 @pytest.mark.parametrize("budget", [None, "0.8x"], ids=["plain", "planned"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "tp", "cp"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "hsdp", "tp", "cp"])
 def test_ranks_allocate_and_reserve_what_is_predicted(tmp_path, parallel, precision, budget):
     """To the byte. DDP makes its buckets anew in its second step, over what the first one has left."""
-    step = {"precision": precision, "device": "cuda", "world_size": 2, "parallel": parallel}
+    size = 2 * NODES if parallel == "hsdp" else 2
+    step = {"precision": precision, "device": "cuda", "world_size": size, "parallel": parallel}
+    step |= {"nodes": NODES} if parallel == "hsdp" else {}
     model, batch, plans = decoder(**SHAPE), token_batch(ROWS, LENGTH), []
     found = tightfit.estimate(model, batch, **step)
     if budget is not None:
@@ -91,7 +93,7 @@ def test_ranks_allocate_and_reserve_what_is_predicted(tmp_path, parallel, precis
         assert found.peak_bytes < plain.peak_bytes
         plans = [str(tmp_path / "plan.json")]
         found.to_json(plans[0])
-    rows = run_ranks(2, str(HERE / "measured_ranks.py"), parallel, precision, *plans, folder=tmp_path)
+    rows = run_ranks(size, str(HERE / "measured_ranks.py"), parallel, precision, *plans, folder=tmp_path)
     assert sorted((row["rank"], row["allocated"]) for row in rows) == [*enumerate(found.rank_peak_bytes)]
     reserved = found.reserved_bytes if budget is None else found.planned.reserved_bytes
     # Parts of weights lie between what the whole ones left: a segment of small blocks more.
@@ -101,16 +103,19 @@ def test_ranks_allocate_and_reserve_what_is_predicted(tmp_path, parallel, precis
 
 @pytest.mark.keeps("ranks-cards-compute")
 @pytest.mark.slow  # two processes that compute four trainings
-@pytest.mark.parametrize("parallel", ["tp", "cp"])
+@pytest.mark.parametrize("parallel", ["hsdp", "tp", "cp"])
 def test_ranks_compute_over_nccl_what_one_process_does_and_a_plan_changes_no_bit(tmp_path, parallel):
     shape = {"qk_norm": True, "tie_embeddings": False}
+    size, ranks = 2, {"parallel": parallel}
+    if parallel == "hsdp":
+        size, ranks = 4, {**ranks, "nodes": 2, "own_rows": True}
     cases = [
-        case_of(parallel=parallel, clip=0.1),
-        case_of(parallel=parallel, budget="0.9x"),
-        case_of(parallel=parallel, shape=shape, micro_batches=2),
-        case_of(parallel=parallel, shape={"num_layers": 4}, precision="bf16", budget="0.9x"),
+        case_of(**ranks, clip=0.1),
+        case_of(**ranks, budget="0.9x"),
+        case_of(**ranks, shape=shape, micro_batches=2),
+        case_of(**ranks, shape={"num_layers": 4}, precision="bf16", budget="0.9x"),
     ]
     for number, case in enumerate(cases):
-        prepare(case, number, tmp_path, 2, "rtx4090")
-    rows = run_ranks(2, str(HERE / "divided_on_cards.py"), str(tmp_path), json.dumps(cases), folder=tmp_path)
+        prepare(case, number, tmp_path, size, "rtx4090")
+    rows = run_ranks(size, str(HERE / "divided_on_cards.py"), str(tmp_path), json.dumps(cases), folder=tmp_path)
     demand_alike([row["told"] for row in rows], cases)

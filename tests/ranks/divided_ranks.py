@@ -1,4 +1,4 @@
-"""Ranks of tensor or context parallel that talk by gloo, forked from a process with the imports, beside one process.
+"""Ranks that talk by gloo, forked from a process with the imports, beside one process.
 
 Prints a line of JSON: for each case what one process computed, and what each rank did. Run as
 `python divided_ranks.py FOLDER CASES`, with the cases as JSON.
@@ -27,6 +27,8 @@ from tightfit.planner.blocks.find import find_blocks
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.shards import whole as gathered
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
+from tightfit.ranks.world import World
+from tightfit.ranks.wrapping import in_fsdp2, mesh_of
 from tightfit.step import StepSettings, forward_backward, model_loss, update
 
 
@@ -78,16 +80,24 @@ class Attends(nn.Module):
         )
 
 
-def batch_of(step):
+def batch_of(step, case):
+    """A batch; where ranks have rows of their own, one whose labels all count: then the mean of the ranks' losses is
+    that of the whole."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 64, (4, 16), generator=generator)
-    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.2, -100)}
+    ids = torch.randint(0, 64, (8 if case["own_rows"] else 4, 16), generator=generator)
+    ignored = torch.rand(ids.shape, generator=generator) < 0.2
+    return {"input_ids": ids, "labels": ids if case["own_rows"] else ids.masked_fill(ignored, -100)}
+
+
+def world_of(case, size):
+    return World(size, case["parallel"], case["nodes"])
 
 
 def divided(model, mesh, case):
     if case["parallel"] == "tp":
         return in_tensor_parallel(model, mesh)
-    return in_context_parallel(model, find_blocks(model, None), mesh, precision=case["precision"])
+    engine = in_context_parallel if case["parallel"] == "cp" else in_fsdp2
+    return engine(model, find_blocks(model, None), mesh, precision=case["precision"])
 
 
 def train(model, case):
@@ -96,10 +106,17 @@ def train(model, case):
     losses, gradients, norms = [], {}, []
     device = next(model.parameters()).device
     for step in range(case["steps"]):
-        batch = {name: tensor.to(device) for name, tensor in batch_of(step).items()}
+        batch = {name: tensor.to(device) for name, tensor in batch_of(step, case).items()}
+        shares = case["own_rows"] and dist.is_initialized()
+        if shares:
+            batch = {name: tensor.chunk(dist.get_world_size())[dist.get_rank()] for name, tensor in batch.items()}
         parts = as_parts(split_batch(batch, case["micro_batches"]), model_loss)
         precision = "fp32" if isinstance(model, FSDPModule) else case["precision"]  # FSDP2 casts by itself
-        losses.append(float(forward_backward(model, parts, model_loss, precision)))
+        loss = forward_backward(model, parts, model_loss, precision)
+        if shares:
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        losses.append(float(loss))
         gradients = gradients or {name: gathered(p.grad).clone() for name, p in model.named_parameters()}  # not clipped
         norms.append(update(model, optimizer, StepSettings(grad_clip=case["clip"])))
     return losses, gradients, [None if norm is None else float(gathered(norm)) for norm in norms]
@@ -127,9 +144,9 @@ def work(rank, size, folder, cases):
 
 def told_of(rank, size, folder, cases, device):
     """What a rank tells of each case that is prepared in a folder."""
-    mesh = dist.init_device_mesh(device, (size,))
     told = []
     for number, case in enumerate(cases):
+        mesh = mesh_of(world_of(case, size), device)
         whole = torch.load(f"{folder}/whole{number}.pt", weights_only=True)
         model = divided(model_of(case).to(device), mesh, case)
         saved = saves_all(model, case, rank) if case["parallel"] == "tp" else None
@@ -160,11 +177,13 @@ def prepare(case, number, folder, size, device=None):
     torch.save({"losses": losses, "gradients": gradients, "norms": norms}, f"{folder}/whole{number}.pt")
     if case["budget"] is not None:
         asked = {"device": device or even(), "precision": case["precision"], "world_size": size}
-        asked |= {"parallel": case["parallel"], "levers": ["recompute"]}
-        plan, budget = None, case["budget"]
+        asked |= {"parallel": case["parallel"], "nodes": case["nodes"], "levers": ["recompute"]}
+        plan, budget, batch = None, case["budget"], batch_of(0, case)
+        if case["own_rows"]:
+            batch = {name: tensor.chunk(size)[0] for name, tensor in batch.items()}
         for _ in range(3):  # the least that is named may be the first rank's
             try:
-                plan = tightfit.plan(model_of(case), batch_of(0), budget, **asked)
+                plan = tightfit.plan(model_of(case), batch, budget, **asked)
                 break
             except CannotFit as error:  # on a card, where cuBLAS's workspace is most of so small a step
                 budget = error.least_bytes

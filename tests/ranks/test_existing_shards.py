@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _get_fast_path_sharding_prop_cache_stats as looked_up
@@ -122,8 +122,9 @@ def of_tensor_parallel(mesh):
     return parallelize_module(decoder(num_layers=1), mesh, {"layers.*.mlp.up_proj": ColwiseParallel()})
 
 
-def hybrid():
-    return fully_shard(decoder(num_layers=1), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")))
+def in_another_order():
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("copies", "shards"))
+    return fully_shard(decoder(num_layers=1), mesh=mesh)
 
 
 def over_half():
@@ -177,7 +178,7 @@ def of_fsdp1():
 @pytest.mark.parametrize(
     ("made", "line"),
     [
-        (hybrid, r"the model is replicated \(HSDP\), and ranks are predicted with a mesh of one dimension only"),
+        (in_another_order, "the model has its ranks in another order than their numbers'"),
         (over_half, "the model is sharded over 2 of 4 ranks"),
         (twice, r"the model holds parameters that are sharded twice \(tensor parallel inside of FSDP2\)"),
         (lambda: of_tensor_parallel(init_device_mesh("cpu", (4,))), "sharded by another engine than FSDP2"),
@@ -217,7 +218,7 @@ def test_only_one_rank_shows_a_refusal(monkeypatch, capsys):
     with fake_process_group(1, RANKS):
         monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: print(value))
         with pytest.raises(LeverError) as caught:
-            ranks_of_model(hybrid(), "apply_budget")
+            ranks_of_model(in_another_order(), "apply_budget")
         sys.excepthook(LeverError, caught.value, None)
         assert capsys.readouterr().out == ""
         sys.excepthook(LeverError, LeverError("of the script itself"), None)

@@ -20,7 +20,7 @@ from tightfit.planner.blocks.solve import least_peak
 from tightfit.planner.request import Request
 from tightfit.planner.search.candidates import UNSEEN_BYTES
 from tightfit.planner.search.search import Search
-from tightfit.ranks.peaks import rows_of
+from tightfit.ranks.peaks import rows_of_rank
 from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import in_fsdp2
@@ -107,7 +107,7 @@ def test_a_plan_for_ddp_has_levers_inside_its_blocks(made):
 def test_where_no_rank_fits_the_error_has_the_least_peak_and_no_process_group_is_left(made, sharded):
     with pytest.raises(CannotFit, match="2 of 2 blocks recompute") as caught:
         plan(made, BATCH, 1000, device=round_device(), world_size=RANKS)
-    states = sum(8 * rows_of(p.shape[0], RANKS, 0) * p[0].numel() for p in made.parameters())
+    states = sum(8 * rows_of_rank(p.shape[0], World(RANKS), 0) * p[0].numel() for p in made.parameters())
     assert states < caught.value.least_bytes <= sharded.peak_bytes + UNSEEN_BYTES
     ways = caught.value.ways_out
     assert ways

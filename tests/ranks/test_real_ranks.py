@@ -28,7 +28,9 @@ def ranks():
 
 
 # Slow: two processes import PyTorch for each case and wait for each other, some 20 s of processor time.
-@pytest.mark.keeps("peak-rank-ddp-fsdp2", "rank-context-parallel-whose", "rank-tensor-parallel-holds")
+@pytest.mark.keeps(
+    "peak-rank-ddp-fsdp2", "rank-context-parallel-whose", "rank-tensor-parallel-holds", "rank-hsdp-copies"
+)
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
 @pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
@@ -40,14 +42,22 @@ def ranks():
         ("ddp", "fp32", None),
         ("tp", "fp32", None),
         ("cp", "bf16", None),
+        ("hsdp", "fp32", False),
+        ("hsdp", "bf16", None),
     ],
 )
 def test_a_simulated_rank_has_the_peak_of_the_real_one(ranks, parallel, precision, reshard):
     shape = ranks.EVEN if parallel == "tp" else ranks.UNEVEN
-    case = ranks.Case(2, parallel, precision, reshard, shape=shape)
+    case = case_of(ranks, parallel, precision, reshard=reshard, shape=shape)
     with tempfile.TemporaryDirectory() as folder:
         rows = ranks.compare(case, ranks.built(folder))
-    assert [row["difference"] for row in rows] == [0, 0]
+    assert [row["difference"] for row in rows] == [0] * case.world_size
+
+
+def case_of(ranks, parallel, precision, **settings):
+    """Of two ranks; of HSDP two on each of two nodes."""
+    size, nodes = (4, 2) if parallel == "hsdp" else (2, 1)
+    return ranks.Case(size, parallel, precision, nodes=nodes, **settings)
 
 
 # Slow: as above.
@@ -66,17 +76,25 @@ def test_what_a_plan_may_choose_of_fsdp2_has_the_peak_of_the_real_one(ranks, cho
 
 
 # Slow: as above, and a plan is searched for each case first, some 30 s of processor time.
-@pytest.mark.keeps("plan-holds-ranks-peak", "rank-context-parallel-whose", "rank-tensor-parallel-holds")
+@pytest.mark.keeps(
+    "plan-holds-ranks-peak", "rank-context-parallel-whose", "rank-tensor-parallel-holds", "rank-hsdp-copies"
+)
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter of allocations is compiled by gcc")
 @pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no torch.distributed")
 @pytest.mark.parametrize(
     ("parallel", "precision", "budget"),
-    [("fsdp2", "bf16", "0.85x"), ("ddp", "fp32", "0.85x"), ("tp", "fp32", "0.85x"), ("cp", "fp32", "0.88x")],
+    [
+        ("fsdp2", "bf16", "0.85x"),
+        ("ddp", "fp32", "0.85x"),
+        ("tp", "fp32", "0.85x"),
+        ("cp", "fp32", "0.88x"),
+        ("hsdp", "bf16", "0.85x"),
+    ],
 )
 def test_ranks_that_run_a_plan_have_its_peak(ranks, parallel, precision, budget):
     shape = ranks.EVEN if parallel == "tp" else ranks.UNEVEN
-    case = ranks.Case(2, parallel, precision, shape=shape, budget=budget)
+    case = case_of(ranks, parallel, precision, shape=shape, budget=budget)
     assert any(choice.action != "keep" for choice in ranks.planned(case).choices)
     with tempfile.TemporaryDirectory() as folder:
         rows = ranks.compare(case, ranks.built(folder))

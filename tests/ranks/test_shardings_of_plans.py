@@ -215,7 +215,7 @@ def test_a_plan_of_other_ranks_or_of_no_ranks_shards_nothing(made_apart, of_one_
     made = decoder()
     with pytest.raises(InputError, match="the plan is of 2 ranks, and there are 1: plan again"):
         made_apart.shard(made)
-    with pytest.raises(InputError, match="not one of FSDP2, tensor or context parallel: plan with world_size"):
+    with pytest.raises(InputError, match="not one of FSDP2, HSDP, tensor or context parallel: plan with world_size"):
         of_one_process.shard(made)
     assert not any(isinstance(each, FSDPModule) for each in made.modules())
 

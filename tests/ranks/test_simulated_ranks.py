@@ -15,7 +15,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.planner.blocks.find import find_blocks
 from tightfit.planner.request import Request
-from tightfit.ranks.peaks import rows_of
+from tightfit.ranks.peaks import rows_of_rank
 from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.world import Sharding, World
 from tightfit.step import StepSettings, TokenBatch, model_loss
@@ -39,7 +39,8 @@ def test_each_rank_of_fsdp2_holds_its_shard_and_ranks_with_fewer_rows_have_lower
     found = estimate(made, BATCH, device=round_device(), world_size=3)
     assert found.peak_bytes == max(found.rank_peak_bytes) < one.peak_bytes
     # 67 rows of the embedding: 23, 23 and 21. AdamW has two states in fp32 of each row.
-    fewer = sum(8 * (rows_of(p.shape[0], 3, 0) - rows_of(p.shape[0], 3, 2)) * p[0].numel() for p in made.parameters())
+    first, last = ([rows_of_rank(p.shape[0], World(3), rank) for p in made.parameters()] for rank in (0, 2))
+    fewer = sum(8 * (a - b) * p[0].numel() for a, b, p in zip(first, last, made.parameters(), strict=True))
     assert fewer > 0
     assert found.rank_peak_bytes == (found.peak_bytes, found.peak_bytes, found.peak_bytes - fewer)
     written = found.to_dict()

@@ -230,9 +230,9 @@ OF_RANKS: dict[str, Any] = {
     "nodes": _option("M", "Machines that the ranks are spread over (else 1).", kind=int),
     "parallel": _option(
         "NAME",
-        "How the ranks are joined: fsdp2 (each repeated block sharded, then the rest), ddp, tp (tensor "
-        "parallel, one batch for all ranks), or cp (context parallel: fsdp2 with one batch, whose sequences the blocks "
-        "share) (else fsdp2).",
+        "How the ranks are joined: fsdp2 (each repeated block sharded, then the rest), hsdp (fsdp2 within each of "
+        "--nodes, with a copy on every one), ddp, tp (tensor parallel, one batch for all ranks), or cp (context "
+        "parallel: fsdp2 with one batch, whose sequences the blocks share) (else fsdp2).",
     ),
 }
 OF_A_PLAN: dict[str, Any] = {

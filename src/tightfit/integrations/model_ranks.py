@@ -41,15 +41,19 @@ class ModelRanks:
     def arguments(self) -> dict[str, Any]:
         """The planner's arguments about the processes."""
         if self.shards is not None:
-            return {"world_size": self.size, "parallel": "fsdp2", "shards": self.shards}
+            nodes = (
+                {"parallel": "fsdp2"} if self.shards.copies == 1 else {"parallel": "hsdp", "nodes": self.shards.copies}
+            )
+            return {"world_size": self.size, **nodes, "shards": self.shards}
         return {} if self.ddp is None else {"world_size": self.size, "parallel": "ddp", "ddp": dict(self.ddp)}
 
     @property
     def world(self) -> World | None:
         """The ranks as the planner knows them; None for one process."""
-        if self.shards is not None:
-            return world_of(self.size, None, "fsdp2", shards=self.shards)
-        return None if self.ddp is None else world_of(self.size, None, "ddp", dict(self.ddp))
+        given = self.arguments
+        if not given:
+            return None
+        return world_of(self.size, given.get("nodes"), given["parallel"], given.get("ddp"), given.get("shards"))
 
     def whole(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model and its optimizer for dry runs: of a sharded model a copy as it was before, without memory."""

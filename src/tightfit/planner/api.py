@@ -91,7 +91,7 @@ def estimate(
     step_in_backward: bool = False,
     world_size: int | None = None,
     nodes: int | None = None,
-    parallel: Literal["ddp", "fsdp2", "tp", "cp"] | None = None,
+    parallel: Literal["ddp", "fsdp2", "hsdp", "tp", "cp"] | None = None,
     ddp: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Predict the peak memory and the time of one training step, without computing it and without changing the model.
@@ -117,8 +117,9 @@ def estimate(
         world_size: The number of ranks that train together, each with `device`. None: one process.
         nodes: The number of machines that the ranks are on (1).
         parallel: `"fsdp2"` (the default of several ranks: each repeated block is sharded by `fully_shard`, then the
-            rest, in the mixed precision that `precision` names), `"ddp"`, `"tp"` (tensor parallel) or `"cp"` (context
-            parallel: FSDP2 with blocks that share each sequence).
+            rest, in the mixed precision that `precision` names), `"hsdp"` (FSDP2 within each of `nodes`, each of which
+            has a copy of all weights), `"ddp"`, `"tp"` (tensor parallel) or `"cp"` (context parallel: FSDP2 with blocks
+            that share each sequence).
         ddp: The arguments that your loop gives to `DistributedDataParallel` beside the model, such as
             `{"gradient_as_bucket_view": True}`. `"no_sync": False` among them says that every micro-batch adds up its
             gradients, and not only the last one.
@@ -165,7 +166,7 @@ def plan(
     host_budget: int | str | None = None,
     world_size: int | None = None,
     nodes: int | None = None,
-    parallel: Literal["ddp", "fsdp2", "tp", "cp"] | None = None,
+    parallel: Literal["ddp", "fsdp2", "hsdp", "tp", "cp"] | None = None,
     steps: int | None = None,
     ddp: Mapping[str, Any] | None = None,
 ) -> Plan:
@@ -195,7 +196,7 @@ def plan(
         offload_budget: The most bytes that may be offloaded, to that file or from CUDA to pinned host memory. None:
             half of what is free there.
         world_size: The number of ranks; the plan is then one for all of them. `plan.apply(model)` works before or after
-            `DistributedDataParallel`. For FSDP2, tensor and context parallel, `plan.shard(model)` divides the model.
+            `DistributedDataParallel`. For all others, `plan.shard(model)` divides the model.
         parallel: As for `tightfit.estimate`. With `"tp"` the levers are `"recompute"` and `"micro_batch"`; with `"cp"`
             also `"chunked_loss"`. In a process of torchrun that has called `init_process_group`, `parallel="ddp"` is
             enough: all ranks call `plan` alike, rank 0 makes the plan, and all get it.

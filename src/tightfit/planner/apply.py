@@ -22,8 +22,8 @@ from tightfit.planner.step_figures import fingerprint
 from tightfit.planner.wrapped import refuse_wrapped
 from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
-from tightfit.ranks.world import SHARDED
-from tightfit.ranks.wrapping import in_fsdp2
+from tightfit.ranks.world import SHARDED, world_of
+from tightfit.ranks.wrapping import in_fsdp2, mesh_of
 from tightfit.step import Batch, Loss, Part, forward_backward, model_loss
 
 
@@ -185,20 +185,26 @@ def shard_as_planned(plan: PlanRecord, model: nn.Module, mesh: Any) -> nn.Module
     Raises `InputError`.
     """
     from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
 
-    if plan.parallel not in ("fsdp2", "tp", "cp"):
+    if plan.parallel not in (*SHARDED, "tp"):
         raise InputError(
-            "the plan is not one of FSDP2, tensor or context parallel: plan with world_size and parallel='fsdp2', 'tp' "
-            "or 'cp', and apply that"
+            "the plan is not one of FSDP2, HSDP, tensor or context parallel: plan with world_size and "
+            "parallel='fsdp2', 'hsdp', 'tp' or 'cp', and apply that"
         )
+    world = world_of(plan.world_size, plan.nodes, plan.parallel)
+    assert world is not None, "a plan has the number of its ranks"
     if mesh is None:
         if not distributed.is_initialized():
             raise InputError("no process group was made: call torch.distributed.init_process_group before plan.shard")
         devices = {parameter.device.type for parameter in model.parameters()}
-        mesh = init_device_mesh(devices.pop() if len(devices) == 1 else "cpu", (distributed.get_world_size(),))
-    if mesh.size() != plan.world_size:
-        raise InputError(f"the plan is of {plan.world_size} ranks, and there are {mesh.size()}: plan again")
+        if (there := distributed.get_world_size()) != plan.world_size:
+            raise InputError(f"the plan is of {plan.world_size} ranks, and there are {there}: plan again")
+        mesh = mesh_of(world, devices.pop() if len(devices) == 1 else "cpu")
+    if tuple(mesh.mesh.shape) != world.mesh_shape:
+        raise InputError(
+            f"the plan is of a mesh of {world.mesh_shape} ranks, and this one has {tuple(mesh.mesh.shape)}: "
+            "leave the mesh out, or plan again"
+        )
     if plan.parallel == "tp":
         return in_tensor_parallel(model, mesh)
     engine = in_context_parallel if plan.parallel == "cp" else in_fsdp2

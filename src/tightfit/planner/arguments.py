@@ -147,7 +147,12 @@ def levers_of_ranks(world: World | None, named: Any, device: DeviceSpec) -> froz
                 )
             levers -= {lever}
     requested = [kind.name for kind in lever_types() if kind.on_request and kind.name in levers]
-    if Offload.name in requested and world.parallel == "fsdp2" and world.shards is None and device.kind == "cuda":
+    if (
+        Offload.name in requested
+        and world.parallel in ("fsdp2", "hsdp")
+        and world.shards is None
+        and device.kind == "cuda"
+    ):
         requested.remove(Offload.name)  # shards may be on the host; activations stay
         levers -= {Offload.name}
     if requested:

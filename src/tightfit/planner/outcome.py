@@ -56,7 +56,7 @@ class EstimateRecord(WithHost):
     weights: str = ""  # dtypes of the parameters, the one with the most elements first
     world_size: int = 1  # ranks; the figures above are those of the rank with the highest peak
     nodes: int = 1
-    parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
+    parallel: str | None = None  # the engine that joins the ranks: ddp, fsdp2, hsdp, tp or cp
     rank_peak_bytes: tuple[int, ...] = ()  # of each rank, in their order; empty without ranks
     communicator_bytes: int = 0  # assumed: what NCCL takes of a card's memory outside of the allocator
     base_bytes: int = 0  # of frozen weights, with their scales
@@ -133,7 +133,7 @@ class PlanRecord(WithHost):
     room: DeviceRoom | None = None  # the planned step's memory on a CUDA device
     world_size: int = 1  # ranks; the figures are those of the first one, which has the largest shards
     nodes: int = 1
-    parallel: str | None = None  # the engine that joins the ranks: ddp or fsdp2
+    parallel: str | None = None  # the engine that joins the ranks: ddp, fsdp2, hsdp, tp or cp
     reshard_after_forward: bool | None = None  # of FSDP2's blocks: whether gathered weights are freed after forward
     sharded_blocks: tuple[str, ...] = ()  # the blocks, each of which FSDP2 shards by itself
     sharded_apart: tuple[str, ...] = ()  # modules that it shards by themselves, beside the blocks
@@ -179,8 +179,9 @@ class PlanRecord(WithHost):
     def hash(self) -> str:
         """A checksum of what a plan makes of a step, without its figures: ranks that share it do the same."""
         done = [
-            self.fingerprint, self.precision, self.world_size, self.parallel, self.sharded_blocks, self.sharding,
-            self.ddp,
+            self.fingerprint, self.precision, self.world_size,
+            (self.parallel, self.nodes) if self.parallel == "hsdp" else self.parallel,  # else nodes change nothing
+            self.sharded_blocks, self.sharding, self.ddp,
             [lever.to_dict() for lever in self.levers],
             [replace(choice, kept_bytes=0, recompute_seconds=0.0) for choice in self.choices],
         ]  # fmt: skip

@@ -43,7 +43,8 @@ class Plan(PlanRecord):
 
     def shard(self, model: "nn.Module", mesh: Any = None) -> "nn.Module":
         """Shard the model in place with FSDP2, over the ranks of `mesh` (None: all), as the plan was made for it, with
-        mixed precision for `bf16`. Apply the plan before or after. Returns the model.
+        mixed precision for `bf16`. HSDP wants the ranks of a node in a row, as torchrun numbers them. Apply the plan
+        before or after. Returns the model.
 
         Where the plan exchanges gradients once, `model.no_sync()` is a context for all micro-batches but the last.
         Raises `InputError` for a plan that is not of FSDP2, or of another number of ranks.

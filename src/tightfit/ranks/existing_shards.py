@@ -66,12 +66,13 @@ def _inner_first(units: dict[str, Unit]) -> tuple[Unit, ...]:
 
 def _unit(state: Any, paths: dict[int, str], ranks: int) -> Unit:
     names: list[str] = []
+    copies = 1
     reshard = None if state._auto_reshard_after_forward else False
     for group in groups_of_state(state):
         where = _where(state, paths)
         for sharded in group.fsdp_params:
             _demand_plain_parameter(sharded, where)
-        _demand_plain_mesh(group.mesh_info, where, ranks)
+        copies = _copies(group.mesh_info, where, ranks)
         _demand_plain_group(group, where)
         if reshard is False and group.post_forward_mesh_info is not None:
             if group.post_forward_mesh_info is not group.mesh_info:
@@ -83,25 +84,34 @@ def _unit(state: Any, paths: dict[int, str], ranks: int) -> Unit:
         for sharded in group.fsdp_params:
             held = sharded._module_info
             names.append(f"{paths[id(held.module)]}.{held.param_name}".lstrip("."))
-    return Unit(tuple(paths[id(module)] for module in state._modules), state._mp_policy, reshard, tuple(names))
+    modules = tuple(paths[id(module)] for module in state._modules)
+    return Unit(modules, state._mp_policy, reshard, tuple(names), copies)
 
 
 def _where(state: Any, paths: dict[int, str]) -> str:
     return " and ".join(paths[id(module)] or "the model" for module in state._modules)
 
 
-def _demand_plain_mesh(mesh_info: Any, where: str, ranks: int) -> None:
+def _copies(mesh_info: Any, where: str, ranks: int) -> int:
+    """How many copies of all weights a mesh has. Raises `ModelError` for a mesh that no rank is simulated with."""
     kind, mesh = type(mesh_info).__name__, mesh_info.mesh
-    if kind != "FSDPMeshInfo" or mesh.ndim != 1:
-        how = "replicated (HSDP)" if kind == "HSDPMeshInfo" else f"spread over {mesh.ndim} dimensions of ranks ({kind})"
+    is_copied = kind == "HSDPMeshInfo" and mesh.ndim == 2
+    if not is_copied and (kind != "FSDPMeshInfo" or mesh.ndim != 1):
         raise ModelError(
-            f"{where} is {how}, and ranks are predicted with a mesh of one dimension only: shard over all ranks"
+            f"{where} is spread over {mesh.ndim} dimensions of ranks ({kind}), and ranks are predicted with a mesh of "
+            "one dimension, or of HSDP's two: shard over all ranks"
         )
     if mesh.size() != ranks:
         raise ModelError(
             f"{where} is sharded over {mesh.size()} of {ranks} ranks, and ranks are predicted with one mesh of all of "
             "them: shard over all ranks"
         )
+    if mesh.mesh.flatten().tolist() != list(range(ranks)):
+        raise ModelError(
+            f"{where} has its ranks in another order than their numbers', and ranks are predicted in that order: "
+            "let init_device_mesh make the mesh"
+        )
+    return mesh.size(0) if is_copied else 1
 
 
 def _demand_plain_group(group: Any, where: str) -> None:

@@ -32,11 +32,16 @@ def rate_of(device: DeviceSpec, world: World) -> float | None:
     if device.roofline is None or world.size == 1:
         return None
     between_cards = device.roofline.peer_bytes_per_second or device.roofline.link_bytes_per_second
-    if world.nodes == 1:
+    if world.nodes == 1 or world.copies > 1:  # of copies, what is sent within a node
         return between_cards * LINK_SHARE
     # As many rings as a node has cards, each through the network of another card.
     network = NETWORK_BYTES_PER_SECOND * (world.size // world.nodes)
     return min(network, between_cards) * LINK_SHARE
+
+
+def _between_nodes(rate: float) -> float:
+    """Bytes per second of one card's adapter, where `rate` is that of its links."""
+    return min(NETWORK_BYTES_PER_SECOND * LINK_SHARE, rate)
 
 
 def with_messages(price: OperatorCost, device: DeviceSpec, world: World) -> OperatorCost:
@@ -48,8 +53,13 @@ def with_messages(price: OperatorCost, device: DeviceSpec, world: World) -> Oper
     def priced(name: str, inputs: Sequence[TensorShape], outputs: Sequence[TensorShape], arguments: tuple) -> float:
         if not name.startswith(MESSAGES):
             return price(name, inputs, outputs, arguments)
-        seconds = sent_bytes(name, [shape.bytes for shape in inputs], world.size) / rate
-        return Seconds.of(host=0.0, device=seconds)
+        sizes = [shape.bytes for shape in inputs]
+        if world.copies == 1:
+            return Seconds.of(host=0.0, device=sent_bytes(name, sizes, world.size) / rate)
+        # Gradients are added up over the nodes shard by shard: as many rings as shards, each card with its own adapter.
+        within = "allreduce" not in name
+        ranks, speed = (world.shards_of_each, rate) if within else (world.copies, _between_nodes(rate))
+        return Seconds.of(host=0.0, device=sent_bytes(name, sizes, ranks) / speed)
 
     return priced
 
@@ -112,6 +122,7 @@ def sentence(device: DeviceSpec, world: World) -> str:
     beside = "beside the computing of forward and backward: what outlasts it is in the seconds"
     when = {
         "tp": " and each was waited for",
+        "hsdp": f", those between nodes at {format_bytes(_between_nodes(rate))}/s, {beside}",
         "cp": f"; those of attention were waited for, and those of weights run {beside}",
     }.get(world.parallel, f" {beside}")
     return (

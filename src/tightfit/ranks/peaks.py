@@ -43,7 +43,7 @@ def trace_ranks(
     """Play rank 0, and the optimizer's phase of one rank of each other kind."""
     largest = trace(own_copy(model), SimulatedRank(world, 0, blocks, precision))
     lengths = row_counts(model) if world.is_sharded else []
-    kinds = [tuple(rows_of(length, world.size, rank) for length in lengths) for rank in range(world.size)]
+    kinds = [tuple(rows_of_rank(length, world, rank) for length in lengths) for rank in range(world.size)]
     if world.sharding.on_host:  # of what ranks differ in, nothing is on the device
         return RankTraces(largest, (largest.peak_bytes,) * world.size)
     if world.parallel == "cp" and _makes_masks(largest):
@@ -100,7 +100,7 @@ def shards_of(model: nn.Module, world: World, rank: int) -> nn.Module:
     """A module that holds a rank's shard of each parameter, without memory."""
     held = nn.Module()
     for number, parameter in enumerate(model.parameters()):
-        shape = (rows_of(parameter.shape[0], world.size, rank), *parameter.shape[1:])
+        shape = (rows_of_rank(parameter.shape[0], world, rank), *parameter.shape[1:])
         memory = unbacked_tensor(shape, TensorShape.of(parameter).stride, parameter.dtype)
         held.register_parameter(str(number), nn.Parameter(memory, requires_grad=parameter.requires_grad))
     return held
@@ -111,7 +111,7 @@ def row_counts(model: nn.Module) -> list[int]:
     return sorted({parameter.shape[0] for parameter in model.parameters()})
 
 
-def rows_of(length: int, size: int, rank: int) -> int:
+def rows_of_rank(length: int, world: World, rank: int) -> int:
     """The rows in a rank's shard, of a parameter with so many: `torch.chunk` gives the last ranks fewer, or none."""
-    each = -(-length // size)
-    return min(each, max(0, length - rank * each))
+    each = -(-length // world.shards_of_each)
+    return min(each, max(0, length - rank % world.shards_of_each * each))

@@ -20,9 +20,10 @@ class Rows(NamedTuple):
 def rows_of_shard(tensor: Tensor) -> Rows:
     """This rank's rows of a sharded tensor; none on the last ranks where there are few."""
     shard: Any = tensor.detach()
-    length, size = shard.shape[0], shard.device_mesh.size()
+    mesh = shard.device_mesh
+    length, size = shard.shape[0], mesh.size(-1)  # shards are along the last dimension, copies of them along others
     each = -(-length // size)
-    return Rows(min(shard.device_mesh.get_local_rank() * each, length), shard.to_local())
+    return Rows(min(mesh.get_local_rank(mesh.ndim - 1) * each, length), shard.to_local())
 
 
 @torch.no_grad()

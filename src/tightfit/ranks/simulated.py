@@ -15,7 +15,7 @@ from tightfit.ranks.context_parallel import in_context_parallel
 from tightfit.ranks.existing_shards import kept_as_they_are, sharded_alike
 from tightfit.ranks.tensor_parallel import in_tensor_parallel
 from tightfit.ranks.world import World
-from tightfit.ranks.wrapping import in_ddp, in_fsdp2
+from tightfit.ranks.wrapping import in_ddp, in_fsdp2, mesh_of
 from tightfit.runtime.internals import around_messages_of_fsdp2, fake_process_group
 from tightfit.runtime.module_paths import named_modules
 from tightfit.runtime.simulation import host_memory, simulation
@@ -71,11 +71,9 @@ class SimulatedRank:
             raise ModelError(f"{type(model).__name__} does not run in {self.world.parallel}: {reason}") from error
 
     def _in_parts(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
-
         # A mesh has the numbers of its ranks in the host's memory, whatever its device.
         with host_memory() if simulation.of_cuda else nullcontext():
-            mesh = init_device_mesh("cpu", (self.world.size,))
+            mesh = mesh_of(self.world, "cpu", prefix="simulated ")
         if self.world.parallel == "tp":
             return in_tensor_parallel(model, mesh)
         if self.world.shards is not None:

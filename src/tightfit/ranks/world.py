@@ -6,9 +6,15 @@ from typing import Any, Literal, cast, get_args
 
 from tightfit.errors import InputError
 
-Parallel = Literal["ddp", "fsdp2", "tp", "cp"]
-SHARDED = frozenset({"fsdp2", "cp"})  # in which FSDP2 shards the weights
-IN_WORDS = {"ddp": "DDP", "fsdp2": "FSDP2", "tp": "tensor parallel", "cp": "context parallel"}
+Parallel = Literal["ddp", "fsdp2", "hsdp", "tp", "cp"]
+SHARDED = frozenset({"fsdp2", "hsdp", "cp"})  # in which FSDP2 shards the weights
+IN_WORDS = {
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "hsdp": "HSDP (FSDP2 within each node)",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+}
 LARGEST = 1 << 14  # ranks of one process group; the list of their peaks is as long
 
 
@@ -96,13 +102,14 @@ def world_of(
 class Unit:
     """A call of `fully_shard`: the paths of its modules, its arguments, and the names of the parameters that it took.
 
-    `policy` is PyTorch's `MixedPrecisionPolicy`.
+    `policy` is PyTorch's `MixedPrecisionPolicy`, `copies` how many groups of ranks hold all of its weights (HSDP).
     """
 
     paths: tuple[str, ...]
     policy: Any
     reshard_after_forward: bool | None
     parameters: tuple[str, ...]
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,11 @@ class Shards:
 
     units: tuple[Unit, ...]
     no_sync: bool = False
+
+    @property
+    def copies(self) -> int:
+        """How many times the ranks hold all weights."""
+        return max((unit.copies for unit in self.units), default=1)
 
     @property
     def keeps_all(self) -> bool:
@@ -163,11 +175,31 @@ class World:
             raise InputError(f"parallel {self.parallel!r} is not known: choose {' or '.join(get_args(Parallel))}")
         if self.size % self.nodes:
             raise InputError(f"{self.size} ranks cannot be spread evenly over {self.nodes} nodes: change one of them")
+        if self.parallel == "hsdp" and not 1 < self.nodes < self.size:
+            raise InputError(
+                f"hsdp shards the weights within each node and copies them on every one, and {self.size} ranks are on "
+                f"{self.nodes}: give the number of nodes, at least 2 with 2 ranks each, or take parallel='fsdp2'"
+            )
 
     @property
     def is_sharded(self) -> bool:
         """True if FSDP2 shards the weights."""
         return self.parallel in SHARDED
+
+    @property
+    def copies(self) -> int:
+        """How many times the ranks hold all weights, where these are sharded."""
+        return self.nodes if self.parallel == "hsdp" else 1
+
+    @property
+    def shards_of_each(self) -> int:
+        """The ranks that hold one copy of the sharded weights together."""
+        return self.size // self.copies
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The ranks along each dimension of their mesh: copies of all weights, then the shards of each."""
+        return (self.size,) if self.copies == 1 else (self.copies, self.shards_of_each)
 
 
 # NCCL allocates past PyTorch: with 8 H100 some 10 MiB for each of up to 32 channels and each of 2 to 4 connections
@@ -177,5 +209,5 @@ _COMMUNICATOR = 1 << 30
 
 
 def communicator_bytes(world: World) -> int:
-    """Bytes that NCCL is assumed to take of each card for the one communicator of a world."""
-    return _COMMUNICATOR if world.size > 1 else 0
+    """Bytes that NCCL is assumed to take of each card: for one communicator, and with copies for that of each group."""
+    return _COMMUNICATOR * (1 if world.copies == 1 else 2) if world.size > 1 else 0

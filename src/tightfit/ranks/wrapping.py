@@ -12,7 +12,7 @@ from torch import nn
 
 from tightfit.errors import ModelError
 from tightfit.ranks.shards import without_messages
-from tightfit.ranks.world import DDPSettings, Sharding
+from tightfit.ranks.world import DDPSettings, Sharding, World
 from tightfit.runtime.module_paths import module_at, named_modules
 from tightfit.step import AUTOCAST_DTYPES, Precision
 
@@ -50,6 +50,18 @@ def settings_of_ddp(wrapped: nn.parallel.DistributedDataParallel) -> DDPSettings
         find_unused_parameters=ddp.find_unused_parameters,
         static_graph=ddp.static_graph,
     )
+
+
+def mesh_of(world: World, device_type: str, *, prefix: str = "") -> Any:
+    """PyTorch's mesh of all ranks: of two dimensions where each node has a copy of the weights.
+
+    `prefix` is of the names of its dimensions. PyTorch keeps what it knows of operators on distributed tensors by mesh,
+    with the groups that a mesh had, and meshes of one shape and the same names are equal.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = [f"{prefix}{name}" for name in ("copies", "shards")[-len(world.mesh_shape) :]]
+    return init_device_mesh(device_type, world.mesh_shape, mesh_dim_names=tuple(names))
 
 
 def in_fsdp2(

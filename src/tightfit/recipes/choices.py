@@ -14,7 +14,7 @@ from tightfit.names import (
     facts_of,
     parse_optimizer,
 )
-from tightfit.ranks.peaks import rows_of
+from tightfit.ranks.peaks import rows_of_rank
 from tightfit.ranks.world import World
 from tightfit.recipes.records import FEW_BITS, Autocast, Dtype, Recipe
 from tightfit.training.config.schema import AdapterConfig
@@ -174,5 +174,5 @@ def least_bytes_of_rank(recipe: Recipe, model: nn.Module, world: World) -> int:
     whole = weights + trained + least_state_bytes(recipe, model)
     if world.parallel == "ddp":
         return whole + trained  # its buckets
-    shares = [rows_of(p.shape[0], world.size, 0) / p.shape[0] for p in model.parameters() if p.dim()]
+    shares = [rows_of_rank(p.shape[0], world, 0) / p.shape[0] for p in model.parameters() if p.dim()]
     return int(min(shares, default=1.0) * whole)

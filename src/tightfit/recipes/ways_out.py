@@ -113,12 +113,13 @@ class Finder:
         return [*([] if self.refusal.recipes_tried else (*recipes, self.try_sizes)), self.try_cards]
 
     def try_sharding(self) -> None:
-        """FSDP2 in the place of DDP, on as many cards."""
-        if self.world is None or self.world.parallel != "ddp":
+        """FSDP2 over all ranks in the place of DDP or of a copy on each node, on as many cards."""
+        if self.world is None or self.world.parallel not in ("ddp", "hsdp"):
             return
         world = World(self.world.size, "fsdp2", self.world.nodes)
         # FSDP2 casts weights and activations itself, where autocast casts what goes into products.
-        kind, changes = ("rounding", ROUNDING) if self.recipe.precision == "fp32" else ("inexact", PRODUCTS)
+        casts_alike = self.recipe.precision == "fp32" or self.world.is_sharded
+        kind, changes = ("rounding", ROUNDING) if casts_alike else ("inexact", PRODUCTS)
         self.on_world(kind, "FSDP2", changes, self.world, world)
 
     def try_exact(self) -> None:
