@@ -1,6 +1,6 @@
 """Guests on several cards, run by torchrun: each rank writes a line of JSON with its plan and its measured peak.
 
-    torchrun --nproc-per-node 2 guest_ranks.py GUEST ddp|fsdp2
+    torchrun --nproc-per-node 2 guest_ranks.py GUEST ddp|fsdp2|hsdp
 
 Values are true: what ranks send each other is read.
 """
@@ -56,7 +56,12 @@ def of_accelerate(parallel):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
     )
-    accelerator = accelerate.Accelerator(fsdp_plugin=plugin if parallel == "fsdp2" else None, mixed_precision="bf16")
+    copied = {"parallelism_config": accelerate.ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)}
+    accelerator = accelerate.Accelerator(
+        fsdp_plugin=None if parallel == "ddp" else plugin,
+        mixed_precision="bf16",
+        **(copied if parallel == "hsdp" else {}),
+    )
     model = llama(**SIZES)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found = [{name: value.to(accelerator.device) for name, value in batch.items()} for batch in batches()]

@@ -1,5 +1,6 @@
 """Trainings of several ranks on cards, ours and others', over NCCL."""
 
+import itertools
 import json
 
 import pytest
@@ -53,11 +54,14 @@ def test_a_rank_that_ended_is_an_error_of_the_others(tmp_path):
 
 
 @pytest.mark.slow  # two processes that import a trainer and compute, some 20 seconds each
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("guest", ["accelerate", "trainer", "lightning"])
+@pytest.mark.parametrize(
+    ("guest", "parallel"),
+    [*itertools.product(["accelerate", "trainer", "lightning"], ["ddp", "fsdp2"]), ("accelerate", "hsdp")],
+)
 def test_ranks_of_a_guest_have_the_predicted_peak_and_the_same_weights(tmp_path, guest, parallel):
-    rows = run_ranks(2, str(HERE / "guest_ranks.py"), guest, parallel, folder=tmp_path)
-    assert [row["ranks"] for row in rows] == [[2, parallel]] * 2
+    size = 4 if parallel == "hsdp" else 2
+    rows = run_ranks(size, str(HERE / "guest_ranks.py"), guest, parallel, folder=tmp_path)
+    assert [row["ranks"] for row in rows] == [[size, parallel]] * size
     for row in rows:
         assert row["equal"], "weights differ between ranks"
         assert "recompute" in row["levers"]
