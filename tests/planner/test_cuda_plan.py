@@ -16,7 +16,8 @@ from tightfit.levers.micro_batch import as_parts
 from tightfit.levers.recompute import RECOMPUTE_ALL
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
-from tightfit.planner.request import Request
+from tightfit.planner.levers import CapturedBlocks, find
+from tightfit.planner.request import Request, Tracer
 from tightfit.planner.search.fastest import fastest
 from tightfit.planner.search.search import Search
 from tightfit.runtime.internals import installed_release
@@ -27,6 +28,7 @@ from tightfit.tracing.cuda.allocator import MIB, round_size
 from tightfit.tracing.cuda.replay import fits_device, play
 from tightfit.tracing.cuda.workspace import CONTEXT_BYTES
 from tightfit.tracing.record import Category, Phase, StepTrace
+from tightfit.tracing.repeated import DryStep
 from tightfit.tracing.step import trace_step
 
 WIDTH, VOCABULARY = 256, 2000
@@ -214,3 +216,30 @@ def test_a_block_recomputed_whole_recomputes_its_attention(precision):
     every = search.tracer.part(search.request.plain, dict.fromkeys(search.paths, RECOMPUTE_ALL), search.plain)
     again = [op.name for op in every.operators if op.phase is Phase.RECOMPUTE and "attention" in op.name]
     assert len(again) == len(search.paths) == 4
+
+
+def test_a_plan_runs_each_step_once_where_the_model_does_not_change(monkeypatch):
+    """A lever that writes into its own attributes in a first step looks like a model that changes: twice the time."""
+    recorded: list[DryStep] = []
+    asked: list[Any] = []
+    record, trace = DryStep.recorded, Tracer.whole
+
+    def recording(self: DryStep) -> list[int]:
+        recorded.append(self)
+        return record(self)
+
+    def tracing(self: Tracer, combination: Any, policies: Any, *others: Any) -> StepTrace:
+        if self.numbers is not None:
+            asked.append((self.numbers, combination, frozenset(policies.items()), others[:1] or ((),)))
+        return trace(self, combination, policies, *others)
+
+    monkeypatch.setattr(DryStep, "recorded", recording)
+    monkeypatch.setattr(Tracer, "whole", tracing)
+    for _ in range(2):  # after an import a step is recorded again
+        recorded.clear()
+        asked.clear()
+        found = plan(decoder(), BATCH, "0.7x", device="rtx4090", levers=["recompute"], precision="bf16")
+    assert any(choice.action == "operators" for choice in found.choices)
+    captured = sum(find(combination.levers, CapturedBlocks) is not None for _, combination, *_ in asked)
+    assert len(asked) == len({*asked}) > captured + 1
+    assert len(recorded) == len(asked) + captured, "in their first step blocks are captured"

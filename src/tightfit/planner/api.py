@@ -352,7 +352,9 @@ def as_plan(search: Search, candidate: Candidate) -> Plan:
             choices := block_choices([*search.paths, *(search.elsewhere if candidate.policies else ())], candidate)
         ),
         # Where numbers decide what runs, a first run of another outcome would bind the choices to its operators.
-        programs=programs_of(candidate, choices) if len(request.outcomes) < 2 else (),
+        programs=()
+        if request.has_outcomes(search.plain) and len(request.outcomes) > 1
+        else programs_of(candidate, choices),
         levers=levers_of(request, candidate),
         rejected=tuple(search.rejected),
         precision=request.settings.precision,

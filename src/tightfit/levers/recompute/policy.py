@@ -78,7 +78,7 @@ class Policy:
     offloaded: frozenset[OperatorKey] = frozenset()
     offloads_inputs: bool = False
 
-    @cached_property
+    @property
     def counts_by_operands(self) -> bool:
         """True if its keys have operands, so that calls with other operands do not count."""
         return any(key.operands for key in (*self.kept, *self.offloaded))
