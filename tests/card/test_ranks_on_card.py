@@ -80,6 +80,13 @@ def test_ranks_have_the_predicted_peak(tmp_path, parallel, ranks):
     assert result["measured_peak_bytes"] == result["predicted_peak_bytes"] <= result["budget_bytes"]
 
 
+def of_ranks(parallel, precision):
+    """The number of ranks, and the arguments of a question about them."""
+    size = 2 * NODES if parallel == "hsdp" else 2
+    step = {"precision": precision, "device": "cuda", "world_size": size, "parallel": parallel}
+    return size, step | ({"nodes": NODES} if parallel == "hsdp" else {})
+
+
 @pytest.mark.keeps("ranks-cards-allocate-reserve")
 @pytest.mark.slow  # a plan, and two processes: half a minute for each
 @pytest.mark.parametrize("budget", [None, "0.8x"], ids=["plain", "planned"])
@@ -87,9 +94,7 @@ def test_ranks_have_the_predicted_peak(tmp_path, parallel, ranks):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "hsdp", "tp", "cp"])
 def test_ranks_allocate_and_reserve_what_is_predicted(tmp_path, parallel, precision, budget):
     """To the byte. DDP makes its buckets anew in its second step, over what the first one has left."""
-    size = 2 * NODES if parallel == "hsdp" else 2
-    step = {"precision": precision, "device": "cuda", "world_size": size, "parallel": parallel}
-    step |= {"nodes": NODES} if parallel == "hsdp" else {}
+    size, step = of_ranks(parallel, precision)
     model, batch, plans = decoder(**SHAPE), token_batch(ROWS, LENGTH), []
     found = tightfit.estimate(model, batch, **step)
     if budget is not None:
@@ -103,6 +108,21 @@ def test_ranks_allocate_and_reserve_what_is_predicted(tmp_path, parallel, precis
     # Parts of weights lie between what the whole ones left: a segment of small blocks more.
     holes = 2 * MIB if parallel == "tp" else 0
     assert 0 <= max(row["reserved"] for row in rows) - reserved <= holes
+
+
+@pytest.mark.keeps("cards-offload-named-nothing")
+@pytest.mark.slow  # a plan, and two or four processes: some 20 seconds for each
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("parallel", ["fsdp2", "hsdp"])
+def test_ranks_with_their_shards_on_the_host_allocate_and_reserve_what_is_predicted(tmp_path, parallel, precision):
+    size, step = of_ranks(parallel, precision)
+    found = tightfit.plan(decoder(**SHAPE), token_batch(ROWS, LENGTH), "0.95x", levers=["offload"], **step)
+    assert found.shards_on_host
+    found.to_json(tmp_path / "plan.json")
+    script = [str(HERE / "measured_ranks.py"), parallel, precision, str(tmp_path / "plan.json")]
+    rows = run_ranks(size, *script, folder=tmp_path)
+    assert sorted((row["rank"], row["allocated"]) for row in rows) == [*enumerate(found.rank_peak_bytes)]
+    assert {row["reserved"] for row in rows} == {found.planned.reserved_bytes}
 
 
 @pytest.mark.keeps("ranks-cards-compute")
