@@ -122,6 +122,10 @@ def of_tensor_parallel(mesh):
     return parallelize_module(decoder(num_layers=1), mesh, {"layers.*.mlp.up_proj": ColwiseParallel()})
 
 
+def copied_on_each():
+    return fully_shard(decoder(num_layers=1), mesh=init_device_mesh("cpu", (4, 1), mesh_dim_names=("copies", "shards")))
+
+
 def in_another_order():
     mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("copies", "shards"))
     return fully_shard(decoder(num_layers=1), mesh=mesh)
@@ -178,6 +182,7 @@ def of_fsdp1():
 @pytest.mark.parametrize(
     ("made", "line"),
     [
+        (copied_on_each, "the model is copied on every rank and sharded over none of them"),
         (in_another_order, "the model has its ranks in another order than their numbers'"),
         (over_half, "the model is sharded over 2 of 4 ranks"),
         (twice, r"the model holds parameters that are sharded twice \(tensor parallel inside of FSDP2\)"),

@@ -106,6 +106,11 @@ def _copies(mesh_info: Any, where: str, ranks: int) -> int:
             f"{where} is sharded over {mesh.size()} of {ranks} ranks, and ranks are predicted with one mesh of all of "
             "them: shard over all ranks"
         )
+    if is_copied and mesh.size(1) == 1:
+        raise ModelError(
+            f"{where} is copied on every rank and sharded over none of them: use DistributedDataParallel, or a mesh of "
+            "two ranks or more along its second dimension"
+        )
     if mesh.mesh.flatten().tolist() != list(range(ranks)):
         raise ModelError(
             f"{where} has its ranks in another order than their numbers', and ranks are predicted in that order: "
