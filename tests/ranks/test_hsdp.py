@@ -14,14 +14,17 @@ from tightfit.devices.figures import LINK_SHARE
 from tightfit.devices.present import lookup
 from tightfit.errors import CannotFit, InputError
 from tightfit.integrations.model_ranks import ranks_of_model
+from tightfit.levers.micro_batch import as_parts, as_tensors
 from tightfit.models.decoder import Decoder
 from tightfit.models.decoder_config import DecoderConfig
 from tightfit.ranks.existing_shards import as_before_sharding, sharded_alike, shards_of
 from tightfit.ranks.messages import NETWORK_BYTES_PER_SECOND
+from tightfit.ranks.simulated import SimulatedRank, own_copy
 from tightfit.ranks.world import World
 from tightfit.ranks.wrapping import mesh_of
 from tightfit.runtime.internals import fake_process_group
-from tightfit.step import TokenBatch
+from tightfit.step import StepSettings, TokenBatch, model_loss
+from tightfit.tracing.step import trace_step
 from tiny import decoder
 
 pytestmark = [
@@ -73,6 +76,22 @@ def test_a_rank_holds_its_shard_of_its_nodes_copy():
     assert of_all.peak_bytes < found.peak_bytes
     assert (found.parallel, found.nodes, found.world_size) == ("hsdp", NODES, RANKS)
     assert "Each of 6 ranks on 2 nodes, with HSDP (FSDP2 within each node)" in str(found)
+
+
+def test_ranks_of_all_nodes_are_simulated_in_one_process():
+    """Muon multiplies whole matrices, so ranks with fewer rows are simulated whole; and the norm is sent around."""
+    found = asked(optimizer="muon", grad_clip=1.0)
+    first, second = found.rank_peak_bytes[:3], found.rank_peak_bytes[3:]
+    assert first == second
+    world = World(RANKS, "hsdp", NODES)
+    made, settings = model(), StepSettings(grad_clip=1.0)
+    parts = as_parts([as_tensors(BATCH)], model_loss)
+    of_each = [
+        trace_step(own_copy(made), parts, model_loss, settings=settings, rank=SimulatedRank(world, rank, ["layers.0"]))
+        for rank in range(RANKS)
+    ]
+    peaks = [each.peak_bytes for each in of_each]
+    assert peaks[:3] == peaks[3:]
 
 
 def test_a_plan_is_kept_and_says_which_mesh_it_is_of(tmp_path):

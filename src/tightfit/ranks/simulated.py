@@ -71,9 +71,11 @@ class SimulatedRank:
             raise ModelError(f"{type(model).__name__} does not run in {self.world.parallel}: {reason}") from error
 
     def _in_parts(self, model: nn.Module) -> nn.Module:
+        # What PyTorch keeps by mesh names groups: of a mesh of copies, those that a rank is in.
+        own = f"{self.number} " if self.world.copies > 1 else ""
         # A mesh has the numbers of its ranks in the host's memory, whatever its device.
         with host_memory() if simulation.of_cuda else nullcontext():
-            mesh = mesh_of(self.world, "cpu", prefix="simulated ")
+            mesh = mesh_of(self.world, "cpu", prefix=f"simulated {own}")
         if self.world.parallel == "tp":
             return in_tensor_parallel(model, mesh)
         if self.world.shards is not None:
