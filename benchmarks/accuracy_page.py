@@ -319,10 +319,15 @@ def ranks(record: Record) -> str:
     worst = max(abs(row["difference"]) for row in results)
     exact = sum(row["difference"] == 0 for row in results)
     outside = max(row["outside_bytes"] for row in results)
+    of_each = Counter(row["environment"] for row in results)
+    measured_where = [
+        f"- {count} ranks: {where({'environment': record['environments'][number]})}"
+        for number, count in of_each.items()
+    ]
     return f"""\
 ## Ranks of DDP, FSDP2, HSDP, tensor and context parallel
 
-{where(record)}
+{chr(10).join(measured_where)}
 
 Real processes train a decoder of 4 blocks together, and talk by gloo. Each counts its allocations by a library that
 is preloaded (`benchmarks/allocations.c`): those of PyTorch's CPU allocator to the byte, in every thread. PyTorch's

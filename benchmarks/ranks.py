@@ -5,7 +5,7 @@ every thread, and all other large allocations by themselves. PyTorch's profiler,
 CPU, records the threads in which it was started, and gloo frees copies in threads of its own. Each process takes seven
 steps. The first ones make states and buckets. Of the others the least peak is compared: gloo's thread may free a copy
 after the call that needed it has returned, so single peaks are higher by up to one copy. The results have these too. A
-file of results that is there already is gone on with.
+file of results that is there already is gone on with: each row has the number of its environment.
 
     python benchmarks/ranks.py [--output results.json] [--only fsdp2]
 """
@@ -342,18 +342,19 @@ def main(arguments: Sequence[str]) -> None:
     here = environment()
     with tempfile.TemporaryDirectory() as folder:
         library = built(folder)
-        rows = [] if options.output is None or not options.output.exists() else _rows_of(options.output)
+        is_gone_on_with = options.output is not None and options.output.exists()
+        before = (
+            json.loads(options.output.read_text("utf-8")) if is_gone_on_with else {"environments": [], "results": []}
+        )
+        environments, rows = [*before["environments"], here], before["results"]
         done = [{name: row.get(name, value) for name, value in asdict(CASES[0]).items()} for row in rows]
         for case in cases:
             if json.loads(json.dumps(asdict(case))) in done:
                 continue
-            rows += compare(case, library)
+            rows += ({**row, "environment": len(before["environments"])} for row in compare(case, library))
             if options.output is not None:
-                options.output.write_text(json.dumps({"environment": here, "results": rows}, indent=1) + "\n")
-
-
-def _rows_of(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text("utf-8"))["results"]
+                content = {"environments": environments, "results": rows}
+                options.output.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

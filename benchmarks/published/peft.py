@@ -13,21 +13,22 @@ longest meets an empty one. `predict` is the same step by a dry run. Both write 
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import random
 import re
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT, environment
+from benchmarks.packages_on_cards import watched
 from benchmarks.scripts_on_cards import holes, write_lines
 
 RESULTS = ROOT / "benchmarks" / "results" / "published_peft.json"
 COMPARISON = Path("method_comparison", "MetaMathQA")
-CARD, STEPS, PATIENCE = "l40s", 30, 900.0
+CARD, STEPS = "l40s", 30
 ROWS, LLAMA, TEMPLATE = 4, "llama-3.2-3b", "Question: {query} Think step by step.\nAnswer:"  # as run.py's
 LONGEST = 656  # tokens of the longest of 5,000 batches
 AT_START = 2 << 20  # run.py takes off what is reserved before: one segment, which it fills later
@@ -105,21 +106,20 @@ def published(repository: Path) -> dict[str, dict[str, Any]]:
 
 def on_card(experiment: str, repository: Path, data: Path) -> dict[str, Any]:
     """Bytes that PEFT's script reserves on the null card, and its trained parameters."""
-    import tightfit
-
-    here, outside = Path.cwd(), os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(repository / "src"), *filter(None, [outside])])
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    here = Path.cwd()
     os.chdir(data)  # where its names of the hub are folders
-    command = [sys.executable, "-O", str(repository / COMPARISON / "run.py"), f"experiments/{experiment}"]
+    words = ["-O", str(repository / COMPARISON / "run.py"), f"experiments/{experiment}"]
     try:
-        found = tightfit.run(command, device=CARD, steps=STEPS, timeout=PATIENCE, quiet=True)
+        found, _, why = watched(words, repository / "src", CARD, STEPS)
     finally:
         os.chdir(here)
-        os.environ["PYTHONPATH"] = outside
     if len(found.steps) < STEPS:
-        raise RuntimeError(f"{len(found.steps)} steps, exit code {found.exit_code}")
-    return {"measured_bytes": found.reserved_bytes - AT_START, "measured_allocated_bytes": found.peak_bytes}
+        raise RuntimeError(f"{len(found.steps)} steps: {why}")
+    return {
+        "measured_bytes": found.reserved_bytes - AT_START,
+        "measured_allocated_bytes": found.peak_bytes,
+        "torchao": importlib.metadata.version("torchao"),  # MiSS needs one of before 0.15
+    }
 
 
 def predicted(experiment: str, repository: Path, data: Path) -> dict[str, Any]:
