@@ -320,10 +320,8 @@ def ranks(record: Record) -> str:
     exact = sum(row["difference"] == 0 for row in results)
     outside = max(row["outside_bytes"] for row in results)
     of_each = Counter(row["environment"] for row in results)
-    measured_where = [
-        f"- {count} ranks: {where({'environment': record['environments'][number]})}"
-        for number, count in of_each.items()
-    ]
+    runs = record["environments"]
+    measured_where = [f"- {count} ranks: {where({'environment': runs[run]})}" for run, count in of_each.items()]
     return f"""\
 ## Ranks of DDP, FSDP2, HSDP, tensor and context parallel
 
