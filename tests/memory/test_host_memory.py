@@ -89,11 +89,13 @@ def test_a_budget_below_the_process_is_refused_in_one_line(model, device):
 
 @pytest.mark.slow  # two plans
 @pytest.mark.keeps("host-budget-is-kept")
-def test_on_a_cpu_the_step_gets_what_the_process_leaves():
+def test_on_a_cpu_the_step_gets_what_the_process_leaves(monkeypatch):
+    monkeypatch.setattr(host, "process_bytes", lambda held, tidied: 1 << 28)  # a real one shrinks and grows meanwhile
     model = Decoder(DecoderConfig(hidden_size=128, num_layers=4, num_heads=4, vocab_size=512))
     batch = tightfit.TokenBatch(8, 256, 512)
     plain = tightfit.plan(model, batch, "10GiB", device="cpu")
-    room = plain.host.process + plain.peak_bytes * 3 // 4 + (16 << 20)  # the process grows a little with each plan
+    assert not plain.levers
+    room = plain.host.process + plain.peak_bytes * 3 // 4
     found = tightfit.plan(model, batch, "10GiB", device="cpu", host_budget=room)
     assert found.levers
     assert found.host_peak_bytes <= room
