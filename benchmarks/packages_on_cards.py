@@ -371,7 +371,9 @@ def measured(training: Training, packages: Path, card: str = CARD) -> dict[str, 
     return row if found.steps else row | {"why": why}
 
 
-def watched(words: list[str], packages: Path, card: str, steps: int) -> tuple[Any, list[str], str]:
+def watched(
+    words: list[str], packages: Path, card: str, steps: int, patience: float = PATIENCE
+) -> tuple[Any, list[str], str]:
     """Python with these words on a card: the record, the lines that it said, and its last error among them."""
     import tightfit
 
@@ -382,7 +384,7 @@ def watched(words: list[str], packages: Path, card: str, steps: int) -> tuple[An
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
             command = ["sh", "-c", f'"$0" "$@" 2>"{log}"', sys.executable, *words]
-            found = tightfit.run(command, device=card, steps=steps, timeout=PATIENCE, quiet=True)
+            found = tightfit.run(command, device=card, steps=steps, timeout=patience, quiet=True)
             said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     finally:
         os.environ["PYTHONPATH"] = outside

@@ -28,7 +28,7 @@ from benchmarks.scripts_on_cards import holes, write_lines
 
 RESULTS = ROOT / "benchmarks" / "results" / "published_peft.json"
 COMPARISON = Path("method_comparison", "MetaMathQA")
-CARD, STEPS = "l40s", 30
+CARD, STEPS, PATIENCE = "l40s", 30, 1800.0  # BOFT computes 18 s for each step
 ROWS, LLAMA, TEMPLATE = 4, "llama-3.2-3b", "Question: {query} Think step by step.\nAnswer:"  # as run.py's
 LONGEST = 656  # tokens of the longest of 5,000 batches
 AT_START = 2 << 20  # run.py takes off what is reserved before: one segment, which it fills later
@@ -110,7 +110,7 @@ def on_card(experiment: str, repository: Path, data: Path) -> dict[str, Any]:
     os.chdir(data)  # where its names of the hub are folders
     words = ["-O", str(repository / COMPARISON / "run.py"), f"experiments/{experiment}"]
     try:
-        found, _, why = watched(words, repository / "src", CARD, STEPS)
+        found, _, why = watched(words, repository / "src", CARD, STEPS, PATIENCE)
     finally:
         os.chdir(here)
     if len(found.steps) < STEPS:
