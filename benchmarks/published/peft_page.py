@@ -18,8 +18,8 @@ an L40S with torch 2.13, beside two answers from a machine without a GPU (torch 
 not published: {record["longest"]} tokens are one choice for all methods. Texts are random letters, so the lengths of
 the batches before are not PEFT's either, and what the allocator still holds of those counts as reserved: two runs of
 one method (IA3) are {spread(rows):.1%} apart. In the dry run the longest batch finds an empty cache, since run.py
-empties it behind every tenth step. Why a method did not reach its first
-step was not looked into one by one. Four run since a null card has cuSOLVER and cuFFT.
+empties it behind every tenth step. Of a method that did not run, the
+table has the last line. MiSS ran beside torchao 0.17, which its code wants.
 `python -m benchmarks.published.peft`.
 
 Run: {found["measured"]} of {found["methods"]} methods, {said(found, "measured")}. Predicted: {found["predicted"]}, \
