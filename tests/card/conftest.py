@@ -67,6 +67,20 @@ def null_card():
         pytest.skip("of the null card itself")
 
 
+@pytest.fixture
+def growing_segments(monkeypatch):
+    """Segments of which no block stays unsplit, in this process and for predictions."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    yield
+    gc.collect()
+    gc.collect()  # storages that Python holds in cycles go in a second pass
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Where a peak was another one than predicted once in many runs, nobody can ask later who held it."""

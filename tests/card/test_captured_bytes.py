@@ -20,17 +20,6 @@ from tiny import decoder, token_batch
 pytestmark = pytest.mark.keeps("card-traps-captured-recomputed")
 
 
-@pytest.fixture
-def growing_segments(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    yield
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("growing_segments")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -154,21 +154,8 @@ def compiled_flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-@pytest.fixture
-def growing_segments(monkeypatch):
-    """Otherwise up to 1 MiB of a block stays unsplit, and what compiling has left in the cache decides where."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-
-
 @pytest.mark.keeps("flex-attention-predicted")
-@pytest.mark.usefixtures("growing_segments")
+@pytest.mark.usefixtures("growing_segments")  # else what compiling left in the cache decides which blocks stay unsplit
 @pytest.mark.parametrize(
     ("variant", "precision"),
     [

@@ -11,22 +11,12 @@ from adapted_blocks import KINDS, built, of_batch
 from tightfit.memory.snapshot import snapshot_of
 from tightfit.optim import OffloadedAdamW
 
-pytestmark = pytest.mark.usefixtures("growing_segments")
 
-
-@pytest.fixture
-def growing_segments(monkeypatch):
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+@pytest.fixture(autouse=True)
+def recorded_history(growing_segments):
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
     yield
     torch.cuda.memory._record_memory_history(enabled=None)
-    gc.collect()
-    gc.collect()  # storages that Python holds in cycles go in a second pass
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def assert_peak(predicted):
