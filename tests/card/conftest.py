@@ -49,15 +49,21 @@ def no_collector_within_a_cards_work():
     gc.enable()
 
 
-@pytest.fixture
-def nothing_cached():
-    """For a test that counts what its own steps take."""
+def forget_what_is_cached():
     from tightfit.runtime.internals import clear_cublas_workspaces
 
     gc.collect()
+    gc.collect()  # storages that Python holds in cycles go in a second pass
+    clear_cublas_workspaces()  # one that was taken from a block nobody split counts with the block's rest
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def nothing_cached():
+    """For a test that counts what its own steps take."""
+    forget_what_is_cached()
     yield
-    clear_cublas_workspaces()  # other files count on taking their own
+    forget_what_is_cached()  # other files count on taking their own
 
 
 @pytest.fixture
@@ -70,14 +76,11 @@ def null_card():
 @pytest.fixture
 def growing_segments(monkeypatch):
     """Segments of which no block stays unsplit, in this process and for predictions."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    forget_what_is_cached()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     yield
-    gc.collect()
-    gc.collect()  # storages that Python holds in cycles go in a second pass
-    torch.cuda.empty_cache()
+    forget_what_is_cached()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 

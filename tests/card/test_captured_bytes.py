@@ -3,7 +3,6 @@
 In segments that grow, where allocated bytes do not depend on what was split before.
 """
 
-import gc
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from three_steps import peak_of_the_third
 
 import tightfit
 from tightfit.levers.recompute import KEEP_ALL, RECOMPUTE_ALL
-from tightfit.runtime.internals import clear_cublas_workspaces
 from tightfit.tracing.build import build_dry
 from tiny import decoder, token_batch
 
@@ -63,6 +61,7 @@ class Repeated(torch.nn.Module):
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.usefixtures("nothing_cached")
 @pytest.mark.parametrize("times", [1, 2])
 def test_blocks_recomputed_by_hand_take_the_predicted_bytes_though_autocast_begins_with_the_recorder(times):
     """Segments do not grow here: what the first step leaves behind splits them otherwise."""
@@ -72,10 +71,6 @@ def test_blocks_recomputed_by_hand_take_the_predicted_bytes_though_autocast_begi
         predicted, again = (
             tightfit.estimate(dry, batch, device="cuda", precision="bf16").step_figures for _ in range(2)
         )
-    gc.collect()
-    clear_cublas_workspaces()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     model = Repeated(times).cuda()
     with tightfit.recompute(model, "model.layers.*"):
         measured = peak_of_the_third(model, {name: tensor.cuda() for name, tensor in batch.items()}, "bf16")
