@@ -50,6 +50,8 @@ COMMANDS = {
     "executor_overhead": "python benchmarks/executor_overhead.py --output benchmarks/results/executor_overhead.json",
     "host_time": "python -m tightfit.devices.nullcard rtx4090 --memory 80GiB --no-copies -- "
     "python benchmarks/host_time.py --output benchmarks/results/host_time.json",
+    "graphed_blocks": "python -m tightfit.devices.nullcard rtx4090 --memory 80GiB --no-copies -- "
+    "python benchmarks/graphed_blocks.py --output benchmarks/results/graphed_blocks.json",
     "loss_head": "python benchmarks/loss_head.py --small --output benchmarks/results/loss_head.json",
     "step_time": "python benchmarks/step_time.py --output benchmarks/results/step_time.json",
     "plan_time": "python benchmarks/plan_time.py --output benchmarks/results/plan_time.json",
@@ -412,6 +414,53 @@ captured blocks where it can; "recorded" is what stands in elsewhere.
 """ + rows("| | " + " | ".join(ways) + " |", lines)
 
 
+def graphed_blocks(record: Record) -> str:
+    lines = [
+        f"| {name}, {tokens(record, name)} tokens, {card} | {of_the_card(found)} | {at_the_edge(found)} |"
+        for name, cards in record["crossings"].items()
+        for card, found in cards.items()
+    ]
+    of_graphs = [
+        f"| {precision} | {way} | {side['seconds'] * 1e3:.1f} ms | {side['reserved_bytes'] / MIB:,.0f} MiB |"
+        for precision, ways in record["graphs"].items()
+        for way, side in ways.items()
+    ]
+    return (
+        f"""\
+## CUDA graphs of blocks: where launches decide
+
+{state(record)}
+
+A graph launches its kernels together, which saves time only where launches take longer than the kernels. By the two
+clocks of `estimate`, for a plain step with AdamW in 16-bit autocast: the largest batch (in powers of two, up to 64) at
+which they do, with the share of the card's memory that it takes, and the launches of the largest that the card holds.
+
+"""
+        + rows("| | launches take longer up to | at the largest batch that fits |", lines)
+        + f"""
+
+PyTorch's own graphs of blocks (`torch.cuda.make_graphed_callables`) on a null card, {record["graphed"]}: the host's
+time of forward and backward, and the bytes that PyTorch reserves.
+
+"""
+        + rows("| | | host | reserved |", of_graphs)
+    )
+
+
+def tokens(record: Record, name: str) -> int:
+    return record["tokens"][name]
+
+
+def of_the_card(found: Record) -> str:
+    most = found["launches_longer_up_to"]
+    return f"{most} rows, {found['by_rows'][str(most)]['of_memory']:.1%} of the card" if most else "no batch"
+
+
+def at_the_edge(found: Record) -> str:
+    largest, figures = list(found["by_rows"].items())[-1]
+    return f"{figures['launches_of_kernels']:.0%} of the kernels' time ({largest} rows)"
+
+
 def sides(title: str, what: str, extra: Mapping[str, str]) -> Callable[[Record], str]:
     """A section of a benchmark of single levers: its sides, their time of plain, and further columns."""
 
@@ -443,6 +492,7 @@ SECTIONS: dict[str, Callable[[Record], str]] = {
     "captured": captured,
     "executor_overhead": executor_overhead,
     "host_time": host_time,
+    "graphed_blocks": graphed_blocks,
     "loss_head": sides(
         "Loss head",
         "At small size on a CPU. On a card (vocabulary 128256, 16k tokens): T8 among the targets.",
