@@ -1,6 +1,6 @@
 """Guests on several cards, run by torchrun: each rank writes a line of JSON with its plan and its measured peak.
 
-    torchrun --nproc-per-node 2 guest_ranks.py GUEST ddp|fsdp2|hsdp
+    torchrun --nproc-per-node 2 guest_ranks.py GUEST ddp|fsdp2|hsdp|pairs
 
 Values are true: what ranks send each other is read.
 """
@@ -82,16 +82,20 @@ def of_lightning(parallel):
 
     from tightfit.integrations.lightning import MemoryBudget
 
+    together = 2 if parallel == "pairs" else 1  # blocks in a unit
+    is_sharded = parallel != "ddp"
+
     class Model(pytorch_lightning.LightningModule):
         def __init__(self):
             super().__init__()
             self.model = llama(**SIZES)
 
         def configure_model(self):
-            if parallel == "fsdp2":
+            if is_sharded:
                 mesh = self.device_mesh["data_parallel"]
-                for layer in self.model.model.layers:
-                    fully_shard(layer, mesh=mesh)
+                layers = [*self.model.model.layers]
+                for first in range(0, len(layers), together):
+                    fully_shard(layers[first : first + together], mesh=mesh)
                 fully_shard(self.model, mesh=mesh)
 
         def training_step(self, batch, batch_idx):
@@ -100,12 +104,12 @@ def of_lightning(parallel):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    memory = MemoryBudget("0.8x", **({} if parallel == "fsdp2" else {"max_length": LENGTH}))
+    memory = MemoryBudget("0.8x", **({} if is_sharded else {"max_length": LENGTH}))
     trainer = pytorch_lightning.Trainer(
         max_steps=STEPS, accelerator="cuda", devices=dist.get_world_size() if dist.is_initialized() else 2,
-        logger=False, strategy=ModelParallelStrategy(2, 1) if parallel == "fsdp2" else "ddp", callbacks=[memory],
+        logger=False, strategy=ModelParallelStrategy(2, 1) if is_sharded else "ddp", callbacks=[memory],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, precision="bf16-true" if parallel == "fsdp2" else "bf16-mixed",
+        use_distributed_sampler=False, precision="bf16-true" if is_sharded else "bf16-mixed",
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(samples(200, LENGTH, LENGTH + 1), batch_size=SAMPLES, collate_fn=padded)
     torch.cuda.reset_peak_memory_stats()
