@@ -135,6 +135,10 @@ def test_a_script_that_tries_again_with_less_fits(tmp_path):
     run = tightfit.run(script(tmp_path, "rows", function + TRIES_AGAIN), device="rtx4090", memory="4GiB", quiet=True)
     assert run.fits is True
     assert run.out_of_memory is None
+    (caught,) = run.ranks[0].caught
+    assert caught.asked_bytes == 3 * 2**20 * 1024 * 4
+    assert caught.at.startswith("train.py:")
+    assert run.notes == (f"The card had no room once at {caught.at} (12.00 GiB more); the command went on.",)
 
 
 def test_true_values_are_those_of_the_cpu(tmp_path, capfd):
@@ -172,7 +176,8 @@ def test_the_command_line_speaks_by_its_exit_code_and_a_last_line(tmp_path):
 
 def test_a_process_that_runs_out_of_memory_before_it_trains_is_not_left_out():
     fields = {field.name: 0 for field in dataclasses.fields(RankOfRun)}
-    fields |= {"steps": (), "by_category": {}, "by_module": {}, "by_line": {}, "read_values": (), "curve": ()}
+    fields |= {name: {} for name in ("by_category", "by_module", "by_line")}
+    fields |= dict.fromkeys(("steps", "read_values", "curve", "caught"), ())
     trains = RankOfRun(**{**fields, "model": "Net", "out_of_memory": None})
     loads = RankOfRun(**{**fields, "model": "", "out_of_memory": RefusedBytes(1, "", 0, "before the first step")})
     found = _result(card_of("t4"), ["x"], _of_training((trains, loads)), 1, False, "")

@@ -208,6 +208,13 @@ def _result(
         notes.append("The command took no memory of a card: no process of it used CUDA to its end.")
     elif not any(rank.model for rank in ranks):
         notes.append("No model was called with gradients, so there are no steps: the peak is of the whole process.")
+    caught = [each for rank in ranks for each in rank.caught]
+    if caught:
+        times = "once" if len(caught) == 1 else f"{len(caught)} times, first"
+        where = f" at {caught[0].at}" if caught[0].at else ""
+        notes.append(
+            f"The card had no room {times}{where} ({format_bytes(caught[0].asked_bytes)} more); the command went on."
+        )
     if code and refused is None and not ended:
         why = "" if values else " Not all numbers were true: if that is why, --values computes them."
         notes.append(f"The command failed with exit code {code}, which is its own.{why}")

@@ -125,6 +125,7 @@ class Watched:
         # By card and address: the allocation's number at which it was seen, and what it was then
         self.labels: dict[int, dict[int, list[tuple[int, Category]]]] = {}
         self.refused: RefusedBytes | None = None
+        self.caught: dict[int, list[RefusedBytes]] = {}  # by card: those after which the script went on
         self.reads: dict[Frame, int] = {}
         self.host_peak = 0
         self.count = 0  # steps that have ended
@@ -300,6 +301,8 @@ class Watched:
     # What is noted on the way
 
     def _out_of_memory(self, card: int, asked: int, limit: int, free: int) -> None:
+        if self.refused is not None:
+            self.caught.setdefault(self._refused_on, []).append(self.refused)
         backward = current_node() is not None or self.stage.phase is Phase.BACKWARD
         phase = str(Phase.BACKWARD if backward else self.stage.phase) if self.models else BEFORE
         call = users_frame(_running())
@@ -368,6 +371,7 @@ class Watched:
             by_module=by_module,
             by_line=by_line,
             out_of_memory=self._refusal(card),
+            caught=self._caught(card),
             read_values=tuple(
                 ReadValue(str(call), linecache.getline(call.filename, call.line).strip(), count)
                 for call, count in sorted(self.reads.items(), key=lambda item: -item[1])
@@ -383,6 +387,13 @@ class Watched:
         if self.refused is None or self._refused_on != card or self.count > self._refused_after:
             return None
         return self.refused
+
+    def _caught(self, card: int) -> tuple[RefusedBytes, ...]:
+        """The wants of memory after which the script went on."""
+        found = self.caught.get(card, [])
+        if self.refused is not None and self._refused_on == card and self._refusal(card) is None:
+            return (*found, self.refused)
+        return tuple(found)
 
     def _shares(
         self, card: int, blocks: Sequence[UsedMemory], peak: int

@@ -63,7 +63,7 @@ class RankOfRun:
 
     `by_category`, `by_module` and `by_line` are those at the peak. `outside_bytes` is the highest point outside of
     whole steps: before the first, or in one that did not end. `stopped`: ended on purpose, after the steps that were
-    asked for.
+    asked for. `caught` are the allocations that were refused before, after which the script went on.
     """
 
     rank: int
@@ -82,6 +82,7 @@ class RankOfRun:
     model: str
     optimizer: str | None
     stopped: bool
+    caught: tuple[RefusedBytes, ...] = ()
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "RankOfRun":
@@ -89,6 +90,7 @@ class RankOfRun:
         made = {
             "steps": tuple(StepOfRun(**step) for step in raw["steps"]),
             "out_of_memory": None if refused is None else RefusedBytes(**refused),
+            "caught": tuple(RefusedBytes(**each) for each in raw.get("caught", ())),
             "read_values": tuple(ReadValue(**value) for value in raw["read_values"]),
             "curve": tuple(raw["curve"]),
         }
