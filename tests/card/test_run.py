@@ -38,7 +38,18 @@ for rows in (3 * 2**20, 2**10):
         break
     except torch.OutOfMemoryError:
         pass
+    print("alive", sum(issubclass(type(thing), nn.Linear) for thing in gc.get_objects()), flush=True)
 """
+ONE_AFTER_THE_OTHER = """
+for rows in (2048, 4096):
+    train(rows)
+"""
+
+
+def in_a_function(rest):
+    lines = TRAINING.splitlines()
+    function = [*lines[:4], "def train(rows):", *(f"    {line}" for line in lines[4:])]
+    return "import gc\n" + "\n".join(function).replace("ROWS", "rows") + rest
 
 
 def script(folder, rows=4096, text=TRAINING):
@@ -129,16 +140,28 @@ def test_the_line_in_backward_is_the_scripts_own(tmp_path):
 
 
 @pytest.mark.keeps("tightfit-run-says-script")
-def test_a_script_that_tries_again_with_less_fits(tmp_path):
-    lines = TRAINING.splitlines()
-    function = "\n".join([*lines[:6], "def train(rows):", *(f"    {line}" for line in lines[6:])])
-    run = tightfit.run(script(tmp_path, "rows", function + TRIES_AGAIN), device="rtx4090", memory="4GiB", quiet=True)
+def test_a_script_that_tries_again_with_less_fits(tmp_path, capfd):
+    run = tightfit.run(script(tmp_path, text=in_a_function(TRIES_AGAIN)), device="rtx4090", memory="4GiB", steps=3)
+    assert printed(capfd.readouterr().out, "alive") == [["0"]], "the first try's model takes no memory any more"
     assert run.fits is True
+    assert len(run.steps) == 3
+    assert run.by_category["parameters"] == (2 * 256 * 1024 + 1024 + 256) * 4
     assert run.out_of_memory is None
     (caught,) = run.ranks[0].caught
     assert caught.asked_bytes == 3 * 2**20 * 1024 * 4
     assert caught.at.startswith("train.py:")
     assert run.notes == (f"The card had no room once at {caught.at} (12.00 GiB more); the command went on.",)
+
+
+@pytest.mark.keeps("tightfit-run-says-script")
+def test_models_that_are_trained_one_after_the_other_are_all_watched(tmp_path, capfd):
+    run = tightfit.run(script(tmp_path, text=in_a_function(ONE_AFTER_THE_OTHER)), device="rtx4090", steps=0)
+    assert len(run.steps) == 10
+    said = [int(figure) for figure, _ in printed(capfd.readouterr().out, "peak")]
+    assert run.peak_bytes == max(said) == said[-1]
+    assert run.by_category["parameters"] == (2 * 256 * 1024 + 1024 + 256) * 4
+    assert run.by_category["optimizer states"] == 2 * run.by_category["parameters"]
+    assert {"0", "1"} <= set(run.ranks[0].by_module)
 
 
 def test_true_values_are_those_of_the_cpu(tmp_path, capfd):

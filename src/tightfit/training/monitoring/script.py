@@ -104,6 +104,12 @@ class Discovery:
         ]
         return self
 
+    def look_again(self) -> None:
+        """Look for another model, outside of all modules' calls."""
+        self.__exit__()
+        self.depth = 0
+        self.__enter__()
+
     def __exit__(self, *exception: Any) -> None:
         while self.handles:
             self.handles.pop().remove()

@@ -20,7 +20,8 @@ _USED = ("active_allocated", "active_awaiting_free", "active_pending_free")
 @dataclass(frozen=True)
 class UsedMemory:
     """Memory that was in use: its place, its bytes, its number among the allocations of the process (0: older than the
-    history), the calls that asked for it (innermost first), and the module that ran.
+    history), the calls that asked for it (innermost first), the module that ran, and the number of the last allocation
+    before it was freed (None: it never was).
     """
 
     address: int
@@ -28,6 +29,7 @@ class UsedMemory:
     number: int = 0
     frames: Sequence[Mapping[str, Any]] = ()
     module: str = ""
+    until: int | None = None
 
 
 @dataclass
@@ -87,7 +89,7 @@ class History:
                 live.pop(event["addr"], None)
                 number -= 1
             else:
-                live[event["addr"]] = UsedMemory(event["addr"], event["size"])
+                live[event["addr"]] = UsedMemory(event["addr"], event["size"], until=number)
         wanted = set(live)
         for index in range(at, -1, -1):  # their own allocations are the last ones of their addresses
             event = self.events[index]
@@ -95,9 +97,9 @@ class History:
                 continue
             if event["addr"] in wanted:
                 wanted.discard(event["addr"])
-                module = str(event.get("user_metadata") or "")
+                module, until = str(event.get("user_metadata") or ""), live[event["addr"]].until
                 live[event["addr"]] = UsedMemory(
-                    event["addr"], event["size"], number, event.get("frames") or (), module
+                    event["addr"], event["size"], number, event.get("frames") or (), module, until
                 )
             number -= 1
         return list(live.values())

@@ -14,6 +14,7 @@ import linecache
 import os
 import sys
 import threading
+import weakref
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tightfit.memory.failure import is_out_of_memory
 from tightfit.memory.frames import Frame, is_torchs, users_frame
@@ -112,8 +114,10 @@ class Watched:
         self.peaks = Peaks()
         self.traced_step = 0  # what `Discovery` asks of a monitor
         self.stage = Stage(self._phase_ends, self._inputs, self._optimizer_begins, self._step_ends, has_optimizer=True)
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        # A script that lets go of its model, to try again with less or to train another, has its memory back.
+        self.model: weakref.ref[nn.Module] | None = None
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.names: tuple[dict[str, None], dict[str, None]] = ({}, {})  # of models and of optimizers, in their order
         self.paths: dict[int, str] = {}
         self.running: list[str] = []  # paths of the modules whose forward runs
         self.steps: dict[int, list[StepOfRun]] = {}  # by card
@@ -145,7 +149,9 @@ class Watched:
         atexit.register(self.finish)
         self._excepthook, sys.excepthook = sys.excepthook, self._script_fails
         # Whichever comes first: DDP and FSDP wrap a model that was found by its first call with gradients.
-        Discovery(self, None).__enter__()  # pyright: ignore[reportArgumentType]
+        self._discovery = Discovery(self, None)  # pyright: ignore[reportArgumentType]
+        self._discovery.__enter__()
+        register_optimizer_step_post_hook(self._optimizer_ends)
 
     def _cuda_begins(self) -> None:
         """CUDA is in use from here on in this process."""
@@ -176,7 +182,7 @@ class Watched:
         self.stage.ends()
         self._sample_host()
         for card in self._cards():
-            if self.models:
+            if self.model is not None:
                 self._keep_phase(card, self.stage.phase)
             for peaks in self.phases.pop(card, {}).values():  # of a step that did not end, or behind the last one
                 self._keep_outside(card, peaks)
@@ -195,19 +201,28 @@ class Watched:
         """Nothing is traced here."""
 
     def add_model(self, model: nn.Module) -> None:
-        self.models.append(model)
-        self.paths |= {id(module): path or type(model).__name__ for path, module in model.named_modules()}
-
-    def start(self) -> None:
-        """The first model was called with gradients."""
-        for card in self._cards():
-            self._keep_outside(card, self._peaks(card))
-            self.begun[card] = _allocations(card)
-            self.marks[card] = [(self.begun[card], str(Phase.FORWARD))]
-        self.stage.follow_model(self.models[0])
-        for module in self.models[0].modules():
+        self.model = weakref.ref(model, self._model_is_gone)
+        self.names[0][type(model).__name__] = None
+        self.paths = {id(module): path or type(model).__name__ for path, module in model.named_modules()}
+        self.stage.follow_model(model)
+        for module in model.modules():
             module.register_forward_pre_hook(self._module_begins)
             module.register_forward_hook(self._module_ends, always_call=True)
+
+    def start(self) -> None:
+        """A model was called with gradients: the first, or the next after one that is gone."""
+        self.running = []
+        for card in self._cards():
+            if card not in self.begun:
+                self._keep_outside(card, self._peaks(card))
+                self.begun[card] = _allocations(card)
+            self.marks.setdefault(card, []).append((_allocations(card), str(Phase.FORWARD)))
+        self._label(self._weights(), Category.PARAMETER)
+
+    def _model_is_gone(self, reference: Any) -> None:
+        """Look for the next model, unless a module's forward runs: that of a part would be taken for a model's."""
+        if not self.ended and not any(frame.name == "_call_impl" for frame in _running()):
+            self._discovery.look_again()
 
     def enter_call(self, model: nn.Module, args: tuple) -> None:
         self.stage.forward_begins(model, args, {})
@@ -236,16 +251,27 @@ class Watched:
             self._label_gradients()
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if not any(optimizer is known for known in self.optimizers):
-            self.optimizers.append(optimizer)
+        self.optimizers.add(optimizer)
+        self.names[1][type(optimizer).__name__] = None
+        if self.model is not None and self.model() is None:
+            self._discovery.look_again()
+        self._label([p for group in optimizer.param_groups for p in group["params"]], Category.PARAMETER)
         self._label_gradients()
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        if self.model is not None and self.count < LABELLED:
+            self._label(state_tensors(optimizer), Category.OPTIMIZER_STATE)
 
     def _inputs(self, args: tuple, kwargs: dict) -> None:
         self._label(tensors_in((args, kwargs)), Category.INPUT)
 
+    def _weights(self) -> list[torch.Tensor]:
+        model = None if self.model is None else self.model()
+        return [] if model is None else [*model.parameters(), *model.buffers()]
+
     def _label_gradients(self) -> None:
         found = [p.grad for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        found += [p.grad for model in self.models for p in model.parameters()]
+        found += [tensor.grad for tensor in self._weights() if tensor.is_leaf]
         self._label([gradient for gradient in found if gradient is not None], Category.GRADIENT)
 
     def _label(self, tensors: Any, category: Category) -> None:
@@ -304,10 +330,10 @@ class Watched:
         if self.refused is not None:
             self.caught.setdefault(self._refused_on, []).append(self.refused)
         backward = current_node() is not None or self.stage.phase is Phase.BACKWARD
-        phase = str(Phase.BACKWARD if backward else self.stage.phase) if self.models else BEFORE
+        phase = str(Phase.BACKWARD if backward else self.stage.phase) if self.model else BEFORE
         call = users_frame(_running())
         at = "" if call is None else str(call)
-        self.refused = RefusedBytes(asked, at, self.count + 1 if self.models else 0, phase)
+        self.refused = RefusedBytes(asked, at, self.count + 1 if self.model else 0, phase)
         self._refused_on, self._refused_after = card, self.count
 
     def _script_fails(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -377,8 +403,8 @@ class Watched:
                 for call, count in sorted(self.reads.items(), key=lambda item: -item[1])
             ),
             curve=tuple(history.curve(POINTS)),
-            model=" and ".join(type(model).__name__ for model in self.models),
-            optimizer=" and ".join(type(optimizer).__name__ for optimizer in self.optimizers) or None,
+            model=" and ".join(self.names[0]),
+            optimizer=" and ".join(self.names[1]) or None,
             stopped=stopped,
         )
 
@@ -400,7 +426,7 @@ class Watched:
     ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
         """The bytes in use at the peak by category, by module and by the user's line. Each adds up to the peak."""
         held: dict[int, Category] = {}
-        weights = [t for model in self.models for t in (*model.parameters(), *model.buffers())]
+        weights = self._weights()
         weights += [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Parameter)]  # of other models
         states = [tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer)]
         for tensors, category in ((states, Category.OPTIMIZER_STATE), (weights, Category.PARAMETER)):
@@ -417,11 +443,12 @@ class Watched:
         return by_category, by_module, by_line
 
     def _category(self, card: int, block: UsedMemory, held: Mapping[int, Category]) -> str:
-        if block.address in held:
+        if block.address in held and block.until is None:
             return str(held[block.address])
         labels = self.labels.get(card, {}).get(block.address, ())
         at = bisect_left(labels, block.number, key=lambda label: label[0])
-        if at < len(labels):  # the first time that it was seen after its allocation
+        # The first time that it was seen after its allocation, not what lay there after it.
+        if at < len(labels) and (block.until is None or labels[at][0] <= block.until):
             return str(labels[at][1])
         marks = self.marks.get(card, ())
         at = bisect_left(marks, block.number, key=lambda mark: mark[0]) - 1
@@ -464,9 +491,12 @@ def _tell_allocator(path: str) -> None:
 def _running() -> list[Frame]:
     """The calls that run now, innermost first: of this thread, and behind them of the main one. None is ours."""
     found = []
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    for begin in dict.fromkeys((sys._getframe(1), main)):
-        frame = begin
+    begins = [sys._getframe(1)]
+    main = threading.main_thread()
+    # In the main thread its frame would be this call's own: a cycle that holds the locals of all callers.
+    if threading.current_thread() is not main:
+        begins.append(sys._current_frames().get(main.ident or 0))
+    for frame in begins:
         while frame is not None:
             code = frame.f_code
             if code.co_filename != __file__ and not code.co_filename.startswith(OURS):
