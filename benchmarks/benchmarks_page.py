@@ -415,6 +415,13 @@ captured blocks where it can; "recorded" is what stands in elsewhere.
 
 
 def graphed_blocks(record: Record) -> str:
+    shares = [
+        row["of_memory"]
+        for cards in record["crossings"].values()
+        for found in cards.values()
+        for row in found["by_rows"].values()
+        if row["launches_of_kernels"] > 1
+    ]
     lines = [
         f"| {name}, {tokens(record, name)} tokens, {card} | {of_the_card(found)} | {at_the_edge(found)} |"
         for name, cards in record["crossings"].items()
@@ -438,9 +445,9 @@ which they do, with the share of the card's memory that it takes, and the launch
 """
         + rows("| | launches take longer up to | at the largest batch that fits |", lines)
         + f"""
-
-PyTorch's own graphs of blocks (`torch.cuda.make_graphed_callables`) on a null card, {record["graphed"]}: the host's
-time of forward and backward, and the bytes that PyTorch reserves.
+Of these steps none that takes more than {max(shares, default=0):.1%} of its card waits for launches, so plans make no
+graphs. PyTorch's own graphs of blocks (`torch.cuda.make_graphed_callables`, which keep all for backward) on a null
+card, {record["graphed"]}: the host's time of forward and backward, and the bytes that PyTorch reserves.
 
 """
         + rows("| | | host | reserved |", of_graphs)
@@ -453,7 +460,11 @@ def tokens(record: Record, name: str) -> int:
 
 def of_the_card(found: Record) -> str:
     most = found["launches_longer_up_to"]
-    return f"{most} rows, {found['by_rows'][str(most)]['of_memory']:.1%} of the card" if most else "no batch"
+    return (
+        f"{most} row{'s' * (most > 1)}, {found['by_rows'][str(most)]['of_memory']:.1%} of the card"
+        if most
+        else "no batch"
+    )
 
 
 def at_the_edge(found: Record) -> str:
