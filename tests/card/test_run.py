@@ -44,6 +44,28 @@ ONE_AFTER_THE_OTHER = """
 for rows in (2048, 4096):
     train(rows)
 """
+ENDS_LATE = """
+import gc, torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.itself = nn.Linear(64, 64), [self]
+
+    def forward(self, x):
+        gc.collect()
+        return self.layer(x)
+
+gc.disable()
+for model in range(2):
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        model(torch.randn(8, 64).cuda()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
 
 
 def in_a_function(rest):
@@ -162,6 +184,13 @@ def test_models_that_are_trained_one_after_the_other_are_all_watched(tmp_path, c
     assert run.by_category["parameters"] == (2 * 256 * 1024 + 1024 + 256) * 4
     assert run.by_category["optimizer states"] == 2 * run.by_category["parameters"]
     assert {"0", "1"} <= set(run.ranks[0].by_module)
+
+
+def test_a_model_that_ends_within_the_next_ones_call_is_followed_by_it(tmp_path):
+    """Its end is no moment to look for a model, and the optimizer's step, the next one, is within PyTorch's hooks."""
+    run = tightfit.run(script(tmp_path, text=ENDS_LATE), device="rtx4090", steps=0, quiet=True)
+    assert run.exit_code == 0
+    assert len(run.steps) == 3 + 2
 
 
 def test_true_values_are_those_of_the_cpu(tmp_path, capfd):

@@ -95,24 +95,26 @@ class Discovery:
         self.watch = watch
         self.prepare = prepare
         self.depth = 0  # of module calls
-        self.handles: list[Any] = []
+        self.of_calls: list[Any] = []  # handles of hooks, until a model is found
+        self.of_optimizers: list[Any] = []
 
     def __enter__(self) -> "Discovery":
-        self.handles = [
-            register_module_forward_pre_hook(self._call_begins),
-            register_module_forward_hook(self._call_ends, always_call=True),
-        ]
+        self.look()
         return self
 
-    def look_again(self) -> None:
-        """Look for another model, outside of all modules' calls."""
-        self.__exit__()
-        self.depth = 0
-        self.__enter__()
+    def look(self) -> None:
+        """Look for a model, or for another one. Call it outside of all modules' calls."""
+        if not self.of_calls:
+            self.depth = 0
+            self.of_calls = [
+                register_module_forward_pre_hook(self._call_begins),
+                register_module_forward_hook(self._call_ends, always_call=True),
+            ]
 
     def __exit__(self, *exception: Any) -> None:
-        while self.handles:
-            self.handles.pop().remove()
+        for handles in (self.of_calls, self.of_optimizers):
+            while handles:
+                handles.pop().remove()
 
     def _call_begins(self, module: nn.Module, args: tuple) -> None:
         if outside.depth:
@@ -128,16 +130,18 @@ class Discovery:
     def _found(self, model: nn.Module, args: tuple) -> None:
         """Start to monitor the model, inside its first call."""
         # Hooks registered now are not called for this call, so `enter_call` enters it.
-        self.__exit__()
+        while self.of_calls:
+            self.of_calls.pop().remove()
         if self.prepare is not None:
             prepared = self.prepare(model)
             self.watch.add_resident(prepared.resident)
             if prepared.is_compiled:
                 self.watch.traced_step = 0
-        self.handles = [  # after `prepare`, whose dry runs step optimizers that are not the script's
-            register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
-            register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),
-        ]
+        if not self.of_optimizers:  # after `prepare`, whose dry runs step optimizers that are not the script's
+            self.of_optimizers = [
+                register_optimizer_step_pre_hook(self.watch.stage.optimizer_begins),
+                register_optimizer_step_post_hook(self.watch.stage.optimizer_ends),
+            ]
         self.watch.stage.has_optimizer = _has_optimizer()
         self.watch.add_model(model)
         self.watch.start()

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ class Watched:
     def _model_is_gone(self, reference: Any) -> None:
         """Look for the next model, unless a module's forward runs: that of a part would be taken for a model's."""
         if not self.ended and not any(frame.name == "_call_impl" for frame in _running()):
-            self._discovery.look_again()
+            self._discovery.look()
 
     def enter_call(self, model: nn.Module, args: tuple) -> None:
         self.stage.forward_begins(model, args, {})
@@ -254,7 +255,7 @@ class Watched:
         self.optimizers.add(optimizer)
         self.names[1][type(optimizer).__name__] = None
         if self.model is not None and self.model() is None:
-            self._discovery.look_again()
+            self._discovery.look()
         self._label([p for group in optimizer.param_groups for p in group["params"]], Category.PARAMETER)
         self._label_gradients()
 
@@ -491,7 +492,7 @@ def _tell_allocator(path: str) -> None:
 def _running() -> list[Frame]:
     """The calls that run now, innermost first: of this thread, and behind them of the main one. None is ours."""
     found = []
-    begins = [sys._getframe(1)]
+    begins: list[FrameType | None] = [sys._getframe(1)]
     main = threading.main_thread()
     # In the main thread its frame would be this call's own: a cycle that holds the locals of all callers.
     if threading.current_thread() is not main:
