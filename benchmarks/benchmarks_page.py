@@ -423,7 +423,7 @@ def graphed_blocks(record: Record) -> str:
         if row["launches_of_kernels"] > 1
     ]
     lines = [
-        f"| {name}, {tokens(record, name)} tokens, {card} | {of_the_card(found)} | {at_the_edge(found)} |"
+        f"| {name}, {record['tokens'][name]} tokens, {card} | {of_the_card(found)} | {at_the_edge(found)} |"
         for name, cards in record["crossings"].items()
         for card, found in cards.items()
     ]
@@ -439,13 +439,14 @@ def graphed_blocks(record: Record) -> str:
 {state(record)}
 
 A graph launches its kernels together, which saves time only where launches take longer than the kernels. By the two
-clocks of `estimate`, for a plain step with AdamW in 16-bit autocast: the largest batch (in powers of two, up to 64) at
-which they do, with the share of the card's memory that it takes, and the launches of the largest that the card holds.
+clocks of `estimate`, for a plain step of all weights with AdamW in 16-bit autocast: the largest batch (in powers of
+two, up to 64) at which they do, with the share of the card's memory that it takes, and the launches of the largest
+that the card holds.
 
 """
         + rows("| | launches take longer up to | at the largest batch that fits |", lines)
         + f"""
-Of these steps none that takes more than {max(shares, default=0):.1%} of its card waits for launches, so plans make no
+None of these steps waits for launches if it takes more than {max(shares, default=0):.1%} of its card, so plans make no
 graphs. PyTorch's own graphs of blocks (`torch.cuda.make_graphed_callables`, which keep all for backward) on a null
 card, {record["graphed"]}: the host's time of forward and backward, and the bytes that PyTorch reserves.
 
@@ -454,17 +455,11 @@ card, {record["graphed"]}: the host's time of forward and backward, and the byte
     )
 
 
-def tokens(record: Record, name: str) -> int:
-    return record["tokens"][name]
-
-
 def of_the_card(found: Record) -> str:
     most = found["launches_longer_up_to"]
-    return (
-        f"{most} row{'s' * (most > 1)}, {found['by_rows'][str(most)]['of_memory']:.1%} of the card"
-        if most
-        else "no batch"
-    )
+    if not most:
+        return "no batch"
+    return f"{most} row{'s' * (most > 1)}, {found['by_rows'][str(most)]['of_memory']:.1%} of the card"
 
 
 def at_the_edge(found: Record) -> str:
